@@ -1,0 +1,138 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <fsdp/module.h>
+#include <fsdp/outputs.h>
+
+namespace fsdp {
+
+namespace detail {
+
+/// The place in a Hooked module where fully_shard puts the unit. The module owns it.
+class HookSlot {
+ public:
+  const std::shared_ptr<FsdpModule>& unit() const { return unit_; }
+  void attach(std::shared_ptr<FsdpModule> unit) { unit_ = std::move(unit); }
+
+ protected:
+  HookSlot() = default;
+  HookSlot(const HookSlot&) {}  // a copied module is not sharded
+  HookSlot& operator=(const HookSlot&) { return *this; }
+  ~HookSlot() = default;
+
+ private:
+  std::shared_ptr<FsdpModule> unit_;
+};
+
+/// Brackets one forward of a unit, also when it throws. Does nothing where the unit's policy says that module hooks
+/// do not drive it.
+class ForwardGuard {
+ public:
+  explicit ForwardGuard(std::shared_ptr<FsdpModule> unit);
+  ~ForwardGuard();
+  ForwardGuard(const ForwardGuard&) = delete;
+  ForwardGuard& operator=(const ForwardGuard&) = delete;
+
+  void input(const at::Tensor& tensor);
+  void output(at::Tensor& tensor);
+  /// The forward returned; without this the destructor undoes it as for an exception.
+  void finish();
+
+ private:
+  std::shared_ptr<FsdpModule> unit_;
+  bool driven_, finished_ = false;
+};
+
+/// StateErrors that name the right call, for a module with units in it; nothing otherwise.
+void refuse_save(const torch::nn::Module& module);
+void refuse_load(const torch::nn::Module& module);
+void refuse_clone(const torch::nn::Module& module);
+
+template <class F>
+struct Signature;
+template <class C, class R, class... A>
+struct Signature<R (C::*)(A...)> {
+  using type = R(A...);
+};
+template <class C, class R, class... A>
+struct Signature<R (C::*)(A...) const> : Signature<R (C::*)(A...)> {};
+template <class C, class R, class... A>
+struct Signature<R (C::*)(A...) noexcept> : Signature<R (C::*)(A...)> {};
+template <class C, class R, class... A>
+struct Signature<R (C::*)(A...) const noexcept> : Signature<R (C::*)(A...)> {};
+
+template <class Impl, class F>
+class HookedForward;
+template <class Impl, class R, class... A>
+class HookedForward<Impl, R(A...)> : public Impl, public HookSlot {
+ public:
+  using Impl::Impl;
+
+  /// Exactly Impl's signature, so that calls through the holder, AnyModule, Sequential and `->forward` are all hooked.
+  R forward(A... arguments) {
+    if (!unit()) return Impl::forward(std::forward<A>(arguments)...);
+    ForwardGuard guard(unit());
+    (visit_argument(guard, arguments), ...);
+    if constexpr (std::is_void_v<R>) {
+      Impl::forward(std::forward<A>(arguments)...);
+      guard.finish();
+    } else {
+      R result = Impl::forward(std::forward<A>(arguments)...);
+      visit_tensors([&](at::Tensor& t) { guard.output(t); }, result);
+      guard.finish();
+      return static_cast<R>(result);
+    }
+  }
+
+ private:
+  /// Only plain tensors among the arguments matter (they tell when a frozen unit's backward is over).
+  template <class T>
+  static void visit_argument(ForwardGuard& guard, const T& argument) {
+    if constexpr (std::is_same_v<T, at::Tensor>)
+      if (argument.defined()) guard.input(argument);
+  }
+};
+
+}  // namespace detail
+
+/// `Impl` with a hooked forward(): what fully_shard needs to bracket forward and backward exactly. Behaves as Impl
+/// until it is sharded. Impl::forward must not be overloaded or a template; default arguments do not carry over.
+template <class Impl>
+class Hooked : public detail::HookedForward<Impl, typename detail::Signature<decltype(&Impl::forward)>::type> {
+  using Base = detail::HookedForward<Impl, typename detail::Signature<decltype(&Impl::forward)>::type>;
+
+ public:
+  using Base::Base;
+  using Base::forward;
+
+  /// StateError once the module holds sharded parameters: save_checkpoint or save_safetensors write whole tensors.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    detail::refuse_save(*this);
+    Impl::save(archive);
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    detail::refuse_load(*this);
+    Impl::load(archive);
+  }
+  std::shared_ptr<torch::nn::Module> clone(const std::optional<torch::Device>& device = std::nullopt) const override {
+    detail::refuse_clone(*this);
+    return Impl::clone(device);
+  }
+};
+
+/// As TORCH_MODULE(Name), the holder's module being Hooked<NameImpl>.
+#define FSDP_MODULE(Name)                                                        \
+  class Name : public torch::nn::ModuleHolder<fsdp::Hooked<Name##Impl>> {        \
+   public:                                                                       \
+    using torch::nn::ModuleHolder<fsdp::Hooked<Name##Impl>>::ModuleHolder;       \
+    using Impl [[maybe_unused]] = fsdp::Hooked<Name##Impl>;                      \
+  }
+
+}  // namespace fsdp
