@@ -22,7 +22,7 @@ struct ContextState;
 struct RuntimePolicy {
   bool use_symmetric_memory = false;  ///< CUDA only; StateError elsewhere
   bool overlap_allgather_reduction = true;  ///< false: gathers and reductions share one communicator, smaller peak
-  bool overlap_outer_communication = false;  ///< leave the reductions over outer axes running until finish_grad_sync()
+  bool overlap_outer_communication = false;  ///< CUDA: reductions over outer axes run on a stream of their own
   bool caller_managed_grad_sync = false;     ///< backward does not wait for its reductions: call finish_grad_sync()
   enum class GradReduction {
     kEveryMicrobatch,  ///< reduce each microbatch as far as the gradient placement says: gradients stay sharded
@@ -81,6 +81,17 @@ class FsdpContext {
   std::shared_ptr<detail::ContextState> state_;
 };
 
+namespace detail {
+/// Activates without finalizing at the end.
+class ActiveContext {
+ public:
+  explicit ActiveContext(FsdpContext& context);
+  ~ActiveContext();
+  ActiveContext(const ActiveContext&) = delete;
+  ActiveContext& operator=(const ActiveContext&) = delete;
+};
+}  // namespace detail
+
 /// Keeps a context active on this thread: `fully_shard` joins it. Finalizes the context when it ends without an
 /// exception in flight; an error from that is thrown from the destructor (use the function overload of
 /// fully_shard_context where that is unwanted).
@@ -92,6 +103,7 @@ class ContextScope {
   ContextScope& operator=(const ContextScope&) = delete;
 
  private:
+  std::unique_ptr<detail::ActiveContext> active_;
   FsdpContext* context_;
   int exceptions_;
 };
@@ -134,17 +146,6 @@ class ForwardScope {
   std::shared_ptr<detail::ContextState> state_;
 };
 [[nodiscard]] ForwardScope forward_scope(FsdpContext& context);
-
-namespace detail {
-/// Activates without finalizing at the end.
-class ActiveContext {
- public:
-  explicit ActiveContext(FsdpContext& context);
-  ~ActiveContext();
-  ActiveContext(const ActiveContext&) = delete;
-  ActiveContext& operator=(const ActiveContext&) = delete;
-};
-}  // namespace detail
 
 template <class F>
 void fully_shard_context(FsdpContext& context, F&& body) {

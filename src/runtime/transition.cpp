@@ -1,0 +1,239 @@
+#include "runtime/transition.h"
+
+#include <algorithm>
+
+#include <ATen/ops/empty.h>
+#include <c10/core/ScalarType.h>
+#include <fmt/format.h>
+
+namespace fsdp::detail {
+namespace {
+
+struct Segments {
+  int64_t begin, count;
+};
+
+/// Innermost axis first: each sharded axis cuts what is left into equal numbers of segments, so the innermost is the
+/// most significant. `axis` (when not -1) is taken at coordinate `coordinate` instead of this rank's.
+Segments local_segments(const DeviceMesh& mesh, const std::vector<Placement>& placements, int64_t axis = -1,
+                        int64_t coordinate = 0) {
+  Segments s{0, mesh.size()};
+  for (int64_t i = mesh.ndim() - 1; i >= 0; --i) {
+    if (!is_sharded(placements[i])) continue;
+    s.count /= mesh.size(i);
+    s.begin += (i == axis ? coordinate : mesh.local_rank(i)) * s.count;
+  }
+  return s;
+}
+
+int64_t boundary(const GlobalLayout& layout, int64_t segment) {
+  return segment == layout.num_segments() ? layout.size : layout.rank_to_offset[segment];
+}
+
+ElementRange elements(const GlobalLayout& layout, const Segments& s) {
+  return {boundary(layout, s.begin), boundary(layout, s.begin + s.count)};
+}
+
+std::string axis_name(const DeviceMesh& mesh, int64_t axis) { return mesh.axis_names()[axis]; }
+
+/// Elements of each rank of `axis` when `placements` shards it.
+std::vector<int64_t> counts(const DeviceMesh& mesh, const std::vector<Placement>& placements, const GlobalLayout& layout,
+                            int64_t axis) {
+  std::vector<int64_t> result(mesh.size(axis));
+  for (int64_t c = 0; c < mesh.size(axis); ++c)
+    result[c] = elements(layout, local_segments(mesh, placements, axis, c)).size();
+  return result;
+}
+
+bool covers(const ElementRange& outer, const ElementRange& inner) {
+  return outer.begin <= inner.begin && inner.end <= outer.end;
+}
+
+at::Tensor part(const at::Tensor& flat, const ElementRange& of, const ElementRange& range) {
+  return flat.narrow(0, range.begin - of.begin, range.size());
+}
+
+}  // namespace
+
+void check_buffer_placements(const DeviceMesh& mesh, const std::vector<Placement>& placements) {
+  if (static_cast<int64_t>(placements.size()) != mesh.ndim())
+    throw ValueError(fmt::format("expected one placement per mesh axis ({}), got {}: {}", mesh.ndim(), placements.size(),
+                                 to_string(std::span(placements))));
+  int64_t sharded = -1;
+  for (int64_t i = 0; i < mesh.ndim(); ++i) {
+    const auto& p = placements[i];
+    if (std::holds_alternative<Shard>(p))
+      throw ValueError(fmt::format("a buffer takes RowAtomic, BlockAtomic or TensorAtomic, not {} (axis '{}'); "
+                                   "only fully_shard converts Shard(0)",
+                                   to_string(p), axis_name(mesh, i)));
+    if (const auto* partial = std::get_if<Partial>(&p);
+        partial && partial->op != ReduceOp::kSum && partial->op != ReduceOp::kAvg)
+      throw ValueError(fmt::format("axis '{}': Partial must be a sum or an average, got {}", axis_name(mesh, i), to_string(p)));
+    if (is_sharded(p)) {
+      if (sharded >= 0 && placements[sharded] != p)
+        throw ValueError(fmt::format("axes '{}' and '{}' mix sharding kinds {} and {}: use one", axis_name(mesh, sharded),
+                                     axis_name(mesh, i), to_string(placements[sharded]), to_string(p)));
+      sharded = i;
+    } else if (sharded >= 0) {
+      throw ValueError(fmt::format("sharded axis '{}' lies outside axis '{}' ({}): sharded axes must be the innermost, so "
+                                   "that a rank holds one contiguous range; reorder the axes",
+                                   axis_name(mesh, sharded), axis_name(mesh, i), to_string(p)));
+    }
+  }
+}
+
+ElementRange local_range(const DeviceMesh& mesh, const std::vector<Placement>& placements, const GlobalLayout& layout) {
+  return elements(layout, local_segments(mesh, placements));
+}
+
+TransitionPlan::TransitionPlan(const DeviceMesh& mesh, const std::vector<Placement>& from,
+                               const std::vector<Placement>& to) {
+  auto current = from;
+  auto step = [&](TransitionStep::Kind kind, int64_t axis, double scale = 1.0) {
+    current[axis] = to[axis];
+    if (mesh.size(axis) > 1) steps.push_back({kind, axis, current, scale});
+  };
+  using Kind = TransitionStep::Kind;
+  // Sharding leaves from the outermost (least significant) axis in: then the ranges that a gather joins are adjacent.
+  for (int64_t i = 0; i < mesh.ndim(); ++i) {
+    if (!is_sharded(from[i]) || is_sharded(to[i])) continue;
+    if (is_partial(to[i]))
+      throw ValueError(fmt::format("axis '{}': no collective turns {} into {}", axis_name(mesh, i), to_string(from[i]),
+                                   to_string(to[i])));
+    step(Kind::kAllGather, i);
+  }
+  // Everything else from the innermost axis out: an axis is sharded only when all axes inside it are.
+  for (int64_t i = mesh.ndim() - 1; i >= 0; --i) {
+    if (current[i] == to[i]) continue;
+    const auto* partial = std::get_if<Partial>(&current[i]);
+    double scale = partial && partial->op == ReduceOp::kAvg ? 1.0 / static_cast<double>(mesh.size(i)) : 1.0;
+    if (partial && is_sharded(to[i])) {
+      step(Kind::kReduceScatter, i, scale);
+    } else if (partial && is_replicate(to[i])) {
+      step(Kind::kAllReduce, i, scale);
+    } else if (is_replicate(current[i]) && is_sharded(to[i])) {
+      step(Kind::kSlice, i);
+    } else if (is_replicate(current[i]) && is_partial(to[i]) && std::get<Partial>(to[i]).op == ReduceOp::kAvg) {
+      step(Kind::kRelabel, i);
+    } else {
+      throw ValueError(fmt::format("axis '{}': no collective turns {} into {}", axis_name(mesh, i), to_string(current[i]),
+                                   to_string(to[i])));
+    }
+  }
+}
+
+bool TransitionPlan::communicates() const {
+  return std::any_of(steps.begin(), steps.end(), [](const auto& s) { return s.communicates(); });
+}
+
+bool TransitionPlan::reduces() const {
+  return std::any_of(steps.begin(), steps.end(), [](const auto& s) {
+    return s.kind == TransitionStep::Kind::kReduceScatter || s.kind == TransitionStep::Kind::kAllReduce;
+  });
+}
+
+TransitionRun::TransitionRun(Arguments arguments)
+    : a_(std::move(arguments)), current_(a_.source), range_(a_.range), owned_(a_.consume) {
+  if (a_.scale != 1.0 && !a_.plan->reduces()) throw ValueError("a scale needs a reduction to apply it");
+}
+
+/// Where a step leaves its result: in the destination when it lies there, else inside what the run may overwrite,
+/// else in new memory.
+at::Tensor TransitionRun::room_for(const ElementRange& range) const {
+  if (a_.destination.defined() && covers(a_.destination_range, range))
+    return part(a_.destination, a_.destination_range, range);
+  if (owned_ && covers(range_, range)) return part(current_, range_, range);
+  return at::empty({range.size()}, a_.source.options());
+}
+
+Work TransitionRun::submit(const TransitionStep& step) {
+  const auto after = elements(*a_.layout, local_segments(a_.mesh, step.after));
+  Work work;
+  using Kind = TransitionStep::Kind;
+  const double scale = step.scale * (scaled_ ? 1.0 : a_.scale);
+  switch (step.kind) {
+    case Kind::kRelabel:
+      return work;
+    case Kind::kSlice:
+      current_ = part(current_, range_, after);
+      range_ = after;
+      return work;
+    case Kind::kAllGather: {
+      auto out = room_for(after);
+      auto before = step.after;
+      before[step.axis] = RowAtomic{};
+      auto parts = counts(a_.mesh, before, *a_.layout, step.axis);
+      work = a_.mesh.communicator(step.axis, a_.channel).all_gather(out, current_, parts, a_.unit);
+      current_ = out;
+      owned_ = true;
+      break;
+    }
+    case Kind::kReduceScatter: {
+      auto out = room_for(after);
+      auto parts = counts(a_.mesh, step.after, *a_.layout, step.axis);
+      work = a_.mesh.communicator(step.axis, a_.channel).reduce_scatter(out, current_, scale, parts, a_.unit);
+      scaled_ = true;
+      // In place the rest of the old range stays allocated until the run ends: it is the caller's buffer.
+      current_ = out;
+      owned_ = true;
+      break;
+    }
+    case Kind::kAllReduce: {
+      if (!owned_) {
+        auto out = room_for(after);
+        if (!out.is_alias_of(current_) || out.data_ptr() != current_.data_ptr()) out.copy_(current_);
+        current_ = out;
+        owned_ = true;
+      }
+      work = a_.mesh.communicator(step.axis, a_.channel).all_reduce(current_, ReduceOp::kSum, scale, a_.unit);
+      scaled_ = true;
+      break;
+    }
+  }
+  range_ = after;
+  return work;
+}
+
+void TransitionRun::start() {
+  while (next_ < a_.plan->steps.size()) {
+    const auto& step = a_.plan->steps[next_];
+    pending_ = submit(step);
+    ++next_;
+    if (step.communicates()) return;
+  }
+}
+
+void TransitionRun::finish() {
+  pending_.wait();
+  pending_ = {};
+  while (next_ < a_.plan->steps.size()) {
+    start();
+    pending_.wait();
+    pending_ = {};
+  }
+  if (a_.destination.defined()) {
+    auto out = part(a_.destination, a_.destination_range, range_);
+    if (out.numel() > 0 && out.data_ptr() != current_.data_ptr()) out.copy_(current_);
+    current_ = out;
+  }
+}
+
+std::string describe(const TransitionPlan& plan, const DeviceMesh& mesh, const std::vector<Placement>& from,
+                     const GlobalLayout& layout, at::ScalarType dtype) {
+  std::string text;
+  auto current = from;
+  for (const auto& step : plan.steps) {
+    const auto before = local_range(mesh, current, layout).size();
+    const auto after = local_range(mesh, step.after, layout).size();
+    current = step.after;
+    if (!step.communicates()) continue;
+    static constexpr const char* kNames[] = {"all_gather", "reduce_scatter", "all_reduce"};
+    const int64_t n = std::max(before, after);
+    text += fmt::format("  {} over '{}' ({} ranks): {} elements, {} bytes\n", kNames[static_cast<int>(step.kind)],
+                        axis_name(mesh, step.axis), mesh.size(step.axis), n,
+                        n * static_cast<int64_t>(c10::elementSize(dtype)));
+  }
+  return text;
+}
+
+}  // namespace fsdp::detail
