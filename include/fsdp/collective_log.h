@@ -31,8 +31,9 @@ class CollectiveLog {
   std::vector<CollectiveRecord> records() const;
   void clear();
 
- private:
   struct State;
+
+ private:
   std::shared_ptr<State> state_;
   std::shared_ptr<detail::CommTrace> trace_;
 };

@@ -19,7 +19,7 @@ namespace detail {
 class CommTrace;  // collective log, debug check and trace, shared by a world's communicators
 
 /// What a transport hands back for one submitted operation. Keeps the operation's tensors alive
-/// until it is destroyed. Destroying it before the end is allowed and does not wait.
+/// until the operation ends. Destroying it before the end is allowed and does not wait.
 class WorkImpl {
  public:
   virtual ~WorkImpl() = default;
@@ -108,6 +108,9 @@ class Communicator {
   virtual void group_start() {}
   virtual void group_end() {}
 
+  /// Traffic of this communicator is control, not data: it is not logged.
+  void set_control() { control_ = true; }
+
   /// Uninitialised buffer the transport reaches without copying through its own memory.
   virtual at::Tensor empty(int64_t elements, at::ScalarType dtype);
 
@@ -128,18 +131,24 @@ class Communicator {
   virtual WorkPtr do_broadcast(const at::Tensor&, int64_t root, const detail::OpInfo&) = 0;
   virtual WorkPtr do_all_to_all(const at::Tensor& out, const at::Tensor& in, Counts out_counts, Counts in_counts,
                                 const detail::OpInfo&) = 0;
-  virtual void do_barrier() = 0;
+  virtual WorkPtr do_barrier(const detail::OpInfo&) = 0;
   virtual std::shared_ptr<Communicator> do_split(int64_t color, int64_t key, std::string axes) = 0;
 
   const std::shared_ptr<detail::CommTrace>& trace() const { return trace_; }
 
  private:
+  detail::OpInfo begin(const char* operation, int64_t elements, at::ScalarType dtype, std::string_view unit);
+  Work submitted(WorkPtr work, const detail::OpInfo& info) const;
+  std::string describe(const detail::OpInfo& info) const;
+  void check_ranks(const detail::OpInfo& info, uint64_t position);
+
   int64_t rank_, size_;
   c10::Device device_;
   std::string axes_;
   std::chrono::milliseconds timeout_;
   std::shared_ptr<detail::CommTrace> trace_;
   uint64_t sequence_ = 0;
+  bool control_ = false;
 };
 
 /// Scope of a grouped launch; ends the group also when an exception passes.

@@ -1,0 +1,239 @@
+/// Collectives over gloo's point-to-point messages. Its own reduce-scatter is a whole all-reduce, and its collectives
+/// blend whatever arrives; a message here carries a tag made of operation, size, dtype, unit and position, so ranks that
+/// disagree time out with an error instead of mixing data. Parts are sent from and received into the caller's buffers.
+#define USE_C10D_GLOO
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <c10/core/GradMode.h>
+#include <fmt/format.h>
+
+#include "distributed/backend.h"
+#include "distributed/worker.h"
+
+namespace fsdp::detail {
+namespace {
+
+using c10d::ProcessGroupGloo;
+
+/// Sums of low precision are kept in fp32: rounding each of n additions would make the result depend on n.
+at::ScalarType accumulation_type(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16 ? at::kFloat : t; }
+
+class GlooCommunicator final : public Communicator {
+ public:
+  explicit GlooCommunicator(CommSetup s)
+      : Communicator(s.rank, s.size, s.device, s.axes, s.timeout, s.trace), store_(s.store), single_host_(s.single_host) {
+    auto options = ProcessGroupGloo::Options::create(s.timeout);
+    options->threads = 1;  // for gloo's own collectives, which are not used
+    options->devices.push_back(s.single_host ? ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
+                                             : ProcessGroupGloo::createDefaultDevice());
+    try {
+      group_ = c10::make_intrusive<ProcessGroupGloo>(s.store, static_cast<int>(s.rank), static_cast<int>(s.size), options);
+    } catch (const std::exception& e) {
+      throw CommError(fmt::format("rank {} of {} on mesh axis '{}': the ranks did not all connect within {} ms: {}", s.rank,
+                                  s.size, s.axes, s.timeout.count(), e.what()));
+    }
+    worker_ = std::make_unique<CommWorker>(s.timeout);
+  }
+
+  ~GlooCommunicator() override {
+    // What still runs would wait for peers that may be gone.
+    if (!worker_->idle()) abort();
+    worker_.reset();
+  }
+
+  std::string_view backend() const override { return "gloo"; }
+
+  void abort() noexcept override {
+    worker_->fail("aborted, because this or another rank failed");
+    try {
+      if (!aborted_.exchange(true)) group_->abort();
+    } catch (const std::exception&) {
+      // Closing what is closed already.
+    }
+  }
+
+ protected:
+  WorkPtr do_all_gather(const at::Tensor& out, const at::Tensor& in, Counts counts, const OpInfo& info) override {
+    return submit([this, out, in, parts = parts_of(out, counts), tag = tag_of(info)] {
+      auto mine = parts[rank()];
+      if (mine.numel() > 0 && mine.data_ptr() != in.data_ptr()) mine.copy_(in);
+      exchange(std::vector<at::Tensor>(parts.size(), mine), parts, tag);
+    });
+  }
+
+  WorkPtr do_reduce_scatter(const at::Tensor& out, const at::Tensor& in, double scale, Counts counts,
+                            const OpInfo& info) override {
+    return submit([this, out, in, scale, parts = parts_of(in, counts), tag = tag_of(info)] {
+      auto contributions = gather_contributions(parts, tag);
+      contributions[rank()] = parts[rank()];
+      reduce_into(out, contributions, ReduceOp::kSum, scale);
+    });
+  }
+
+  WorkPtr do_all_reduce(const at::Tensor& tensor, ReduceOp op, double scale, const OpInfo& info) override {
+    const int64_t n = tensor.numel(), each = (n + size() - 1) / size();
+    std::vector<int64_t> counts;
+    for (int64_t r = 0; r < size(); ++r) counts.push_back(std::clamp<int64_t>(n - r * each, 0, each));
+    return submit([this, tensor, op, scale, parts = parts_of(tensor, counts), tag = tag_of(info)] {
+      // Each rank reduces one part, in rank order, and hands the result round: equal bits everywhere.
+      auto contributions = gather_contributions(parts, tag);
+      contributions[rank()] = parts[rank()];
+      reduce_into(parts[rank()], contributions, op, scale);
+      exchange(std::vector<at::Tensor>(parts.size(), parts[rank()]), parts, tag ^ 1u);
+    });
+  }
+
+  WorkPtr do_broadcast(const at::Tensor& tensor, int64_t root, const OpInfo& info) override {
+    return submit([this, tensor, root, tag = tag_of(info)] {
+      const auto nothing = tensor.narrow(0, 0, 0);
+      std::vector<at::Tensor> to(static_cast<size_t>(size()), nothing), from = to;
+      if (rank() == root)
+        std::fill(to.begin(), to.end(), tensor);
+      else
+        from[root] = tensor;
+      exchange(to, from, tag);
+    });
+  }
+
+  WorkPtr do_all_to_all(const at::Tensor& out, const at::Tensor& in, Counts out_counts, Counts in_counts,
+                        const OpInfo& info) override {
+    return submit([this, from = parts_of(out, out_counts), to = parts_of(in, in_counts), tag = tag_of(info)] {
+      if (to[rank()].numel() > 0) from[rank()].copy_(to[rank()]);
+      exchange(to, from, tag);
+    });
+  }
+
+  WorkPtr do_barrier(const OpInfo& info) override {
+    return submit([this, tag = tag_of(info)] {
+      auto mine = at::empty({1}, at::kByte).zero_();
+      std::vector<at::Tensor> from;
+      for (int64_t r = 0; r < size(); ++r) from.push_back(at::empty({1}, at::kByte));
+      exchange(std::vector<at::Tensor>(from.size(), mine), from, tag);
+    });
+  }
+
+  std::shared_ptr<Communicator> do_split(int64_t color, int64_t key, std::string axes) override {
+    // The ranks' colors travel through the store; members order themselves by (key, rank).
+    const auto prefix = fmt::format("split/{}", splits_++);
+    auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, store_);
+    const auto mine = fmt::format("{} {}", color, key);
+    store->set(std::to_string(rank()), std::vector<uint8_t>(mine.begin(), mine.end()));
+    std::vector<std::pair<int64_t, int64_t>> members;
+    for (int64_t r = 0; r < size(); ++r) {
+      const auto bytes = store->get(std::to_string(r));
+      const std::string text(bytes.begin(), bytes.end());
+      size_t used = 0;
+      if (std::stoll(text, &used) == color) members.emplace_back(std::stoll(text.substr(used)), r);
+    }
+    std::sort(members.begin(), members.end());
+    const auto me = std::find_if(members.begin(), members.end(), [&](const auto& m) { return m.second == rank(); });
+    return make_communicator("gloo", {c10::make_intrusive<c10d::PrefixStore>(fmt::format("color/{}", color), store),
+                                      me - members.begin(), static_cast<int64_t>(members.size()), device(), std::move(axes),
+                                      timeout(), trace(), single_host_});
+  }
+
+ private:
+  template <class F>
+  WorkPtr submit(F operation) {
+    return worker_->submit([operation = std::move(operation)]() mutable {
+      c10::NoGradGuard no_grad;
+      operation();
+    });
+  }
+
+  /// Even, so that an operation of two rounds can use tag and tag ^ 1.
+  static uint32_t tag_of(const OpInfo& info) { return static_cast<uint32_t>(info.tag >> 33) & ~1u; }
+
+  static std::vector<at::Tensor> parts_of(const at::Tensor& flat, Counts counts) {
+    std::vector<at::Tensor> parts;
+    int64_t at = 0;
+    for (auto n : counts) {
+      parts.push_back(flat.narrow(0, at, n));
+      at += n;
+    }
+    return parts;
+  }
+
+  /// Sends to[r] to rank r and receives from[r] from it, all at once. Empty parts are not sent: both sides know counts.
+  void exchange(std::vector<at::Tensor> to, std::vector<at::Tensor> from, uint32_t tag) {
+    std::vector<c10::intrusive_ptr<c10d::Work>> receives, sends;
+    std::vector<int64_t> sources, targets;
+    // Starting with the next rank spreads the load: not everybody sends to rank 0 first.
+    for (int64_t k = 1; k < size(); ++k) {
+      const int64_t r = (rank() + size() - k) % size();
+      if (from[r].numel() == 0) continue;
+      std::vector<at::Tensor> t{from[r]};
+      receives.push_back(group_->recv(t, static_cast<int>(r), static_cast<int>(tag)));
+      sources.push_back(r);
+    }
+    for (int64_t k = 1; k < size(); ++k) {
+      const int64_t r = (rank() + k) % size();
+      if (to[r].numel() == 0) continue;
+      std::vector<at::Tensor> t{to[r]};
+      sends.push_back(group_->send(t, static_cast<int>(r), static_cast<int>(tag)));
+      targets.push_back(r);
+    }
+    for (size_t i = 0; i < receives.size(); ++i) wait(*receives[i], "receive from", sources[i]);
+    for (size_t i = 0; i < sends.size(); ++i) wait(*sends[i], "send to", targets[i]);
+  }
+
+  void wait(c10d::Work& work, const char* what, int64_t peer) {
+    try {
+      if (work.wait(timeout())) return;
+    } catch (const std::exception& e) {
+      if (aborted_) throw std::runtime_error("aborted, because this or another rank failed");
+      throw std::runtime_error(fmt::format("could not {} rank {} within {} ms (it stopped, is late, or runs another "
+                                           "collective; FSDP_DEBUG=1 says which): {}",
+                                           what, peer, timeout().count(), e.what()));
+    }
+    throw std::runtime_error(fmt::format("{} rank {} was aborted", what, peer));
+  }
+
+  std::vector<at::Tensor> gather_contributions(const std::vector<at::Tensor>& parts, uint32_t tag) {
+    std::vector<at::Tensor> received;
+    for (int64_t r = 0; r < size(); ++r)
+      received.push_back(at::empty({r == rank() ? 0 : parts[rank()].numel()}, parts[rank()].options()));
+    exchange(parts, received, tag);
+    return received;
+  }
+
+  static void reduce_into(const at::Tensor& out, const std::vector<at::Tensor>& contributions, ReduceOp op, double scale) {
+    if (out.numel() == 0) return;
+    const auto type = accumulation_type(out.scalar_type());
+    at::Tensor sum = contributions[0].to(type, /*non_blocking=*/false, /*copy=*/true);
+    for (size_t r = 1; r < contributions.size(); ++r) {
+      if (op == ReduceOp::kMin)
+        sum = at::minimum(sum, contributions[r]);
+      else if (op == ReduceOp::kMax)
+        sum = at::maximum(sum, contributions[r]);
+      else
+        sum.add_(contributions[r]);
+    }
+    if (scale != 1.0) sum.mul_(scale);
+    out.copy_(sum);
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  bool single_host_;
+  c10::intrusive_ptr<ProcessGroupGloo> group_;
+  std::unique_ptr<CommWorker> worker_;
+  std::atomic<bool> aborted_ = false;
+  int64_t splits_ = 0;
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_gloo_communicator(CommSetup setup) {
+  return std::make_shared<GlooCommunicator>(std::move(setup));
+}
+
+}  // namespace fsdp::detail
