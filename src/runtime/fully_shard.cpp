@@ -202,6 +202,7 @@ FsdpModule& fully_shard(torch::nn::Module& module, const DeviceMesh& mesh, const
     auto& group = *unit->groups[g];
     unit->group_views.push_back(&group.view());
     if (auto* gradients = group.gradients()) gradients->register_unit(unit);
+    registry::add_storage(group.main_weight().local_buffer().storage().unsafeGetStorageImpl(), unit, Managed::Kind::kMainStorage);
     registry::add_storage(group.full_storage().unsafeGetStorageImpl(), unit, Managed::Kind::kFullStorage);
     for (size_t i = 0; i < group.handles().size(); ++i) {
       const auto& tensor = ownership.groups[g][i].tensor;

@@ -101,7 +101,7 @@ Group::Group(const GroupOptions& o, const std::vector<ParameterInfo>& parameters
     main_ = DBuffer(mesh_, o.optimizer, layout_, main);
     model_ = DBuffer::wrap(part(main_.local_buffer(), main_range, model_range), mesh_, o.parameter, layout_);
   }
-  full_ = direct_ ? model_.local_buffer() : drained_tensor(layout_->size, compute, mesh_.device());
+  full_ = direct_ ? model_.local_buffer() : at::empty({layout_->size}, model_.local_buffer().options());
   for (size_t i = 0; i < shapes_.size(); ++i) {
     const auto k = static_cast<int64_t>(i);
     const auto r = main_.local_rows(k);
@@ -112,6 +112,7 @@ Group::Group(const GroupOptions& o, const std::vector<ParameterInfo>& parameters
     add_hook_key(rest_views_.back());
     add_hook_key(full_views_.back());
   }
+  if (!direct_) drain_storage(full_.storage());  // the views had to be taken while it had its size; no page was touched
   if (requires_grad_) gradients_.emplace(o, layout_, handles_, shapes_, names_, compute);
 }
 

@@ -139,6 +139,12 @@ void enter_operator(const c10::OperatorHandle& op, Stack* stack) {
         return;
       }
       if (!managed.unit) return;
+      if (managed.kind != Managed::Kind::kHandle && writes(arguments[a])) {
+        // `p.data().add_(...)`, as torch::optim::SGD does it, moves no version counter that the handle shares.
+        for (auto& group : managed.unit->groups)
+          if (group->main_weight().local_buffer().is_alias_of(t)) group->invalidate();
+      }
+      if (managed.kind == Managed::Kind::kMainStorage) return;
       Use use{managed.unit, managed.kind == Managed::Kind::kHandle && writes(arguments[a]),
               managed.kind == Managed::Kind::kFullStorage};
       auto same = std::find_if(uses.begin(), uses.end(), [&](const auto& u) { return u.unit == use.unit; });

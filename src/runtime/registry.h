@@ -26,7 +26,7 @@ struct Unhooked {
 
 /// What an operator's argument means to the library.
 struct Managed {
-  enum class Kind { kNone, kHandle, kFullStorage, kUnreducedGradient };
+  enum class Kind { kNone, kHandle, kFullStorage, kMainStorage, kUnreducedGradient };
   Kind kind = Kind::kNone;
   std::shared_ptr<Unit> unit;
 };

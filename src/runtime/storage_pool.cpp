@@ -34,12 +34,15 @@ size_t StoragePool::idle_bytes() const {
   return total;
 }
 
-at::Tensor drained_tensor(int64_t elements, at::ScalarType dtype, c10::Device device) {
-  // The right size first, so that views can be taken; then the memory goes, untouched.
-  auto tensor = at::empty({elements}, at::TensorOptions().dtype(dtype).device(device));
-  auto* impl = tensor.storage().unsafeGetStorageImpl();
+void drain_storage(const c10::Storage& storage) {
+  auto* impl = storage.unsafeGetStorageImpl();
   impl->set_data_ptr_noswap(c10::DataPtr(nullptr, impl->device()));
   impl->set_nbytes(0);
+}
+
+at::Tensor drained_tensor(int64_t elements, at::ScalarType dtype, c10::Device device) {
+  auto tensor = at::empty({elements}, at::TensorOptions().dtype(dtype).device(device));
+  drain_storage(tensor.storage());
   return tensor;
 }
 

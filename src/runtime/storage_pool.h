@@ -47,6 +47,8 @@ class PooledTensor {
   at::Tensor tensor_;
 };
 
+/// Gives a storage's memory back to its allocator; views stay valid as metadata.
+void drain_storage(const c10::Storage& storage);
 /// A flat tensor of the given size whose storage is empty.
 at::Tensor drained_tensor(int64_t elements, at::ScalarType dtype, c10::Device device);
 

@@ -28,6 +28,7 @@ Unit::~Unit() {
   for (const auto& group : groups) {
     for (const auto& handle : group->handles()) registry::remove_handle(handle.address());
     registry::remove_storage(group->full_storage().unsafeGetStorageImpl());
+    registry::remove_storage(group->main_weight().local_buffer().storage().unsafeGetStorageImpl());
   }
 }
 
