@@ -54,18 +54,26 @@ struct GlobalLayout {
   int64_t numel(int64_t tensor) const;
   /// Sum of all tensors' elements: `size` less the padding.
   int64_t payload() const;
+  /// Padding over payload: 0 without padding, 1 when the buffer is twice the tensors. 0 for an empty buffer.
+  double padding_ratio() const;
   bool equal_segments() const;
 
   friend bool operator==(const GlobalLayout&, const GlobalLayout&) = default;
 };
 
 /// Plans rows (or blocks of `block_size` rows) whole on one rank. Padded: all segments equal, `size`
-/// never above dp_size x payload. Unpadded: size == payload, no segment above ceil(mean) + the
-/// largest row (block). Blocks count from row 0 of each tensor; the last may be short.
-/// ValueError: dp_size < 1, block_size < 1, a zero-dimensional shape, a zero non-leading dimension,
-/// a negative dimension, or a size that overflows 64 bits.
+/// never above dp_size x payload, nor above a plan that puts every tensor on multiples of the least
+/// common multiple of all rows; a tensor need not lie where its place in the list suggests.
+/// Unpadded: size == payload, logical order, no segment above ceil(mean) + the largest row (block). Blocks count from
+/// row 0 of each tensor; the last may be short. ValueError: dp_size < 1, block_size < 1, a zero-dimensional shape, a
+/// zero non-leading dimension, a negative dimension, or a size that overflows 64 bits.
 GlobalLayout build_row_atomic_layout(std::span<const Shape> shapes, int64_t dp_size, int64_t block_size = 1,
                                      ShardLayout layout = ShardLayout::kPadded);
+
+/// No padded plan of these tensors in one buffer is smaller. Not always reached: it asks that the mean and the largest
+/// row (block) fit in a segment, and that the rows (blocks) of every tensor that must be cut twice or more divide it.
+/// ValueError as above.
+int64_t row_atomic_lower_bound(std::span<const Shape> shapes, int64_t dp_size, int64_t block_size = 1);
 
 /// Plans every tensor whole in the segment of its owner (`owners[i]` in [0, dp_size)), in logical
 /// order within each owner; segments are unequal.

@@ -10,7 +10,8 @@
 namespace fsdp::detail {
 
 [[noreturn]] inline void overflow(const char* what) {
-  throw ValueError(std::string("the layout's ") + what + " does not fit in 64 bits: use fewer or smaller tensors per unit");
+  throw ValueError(std::string("the layout's ") + what +
+                   " does not fit in 64 bits: use fewer or smaller tensors per unit");
 }
 
 inline int64_t checked_add(int64_t a, int64_t b, const char* what) {
@@ -40,13 +41,12 @@ inline std::string shape_text(const Shape& shape) {
 
 /// Elements of one row. ValueError for a shape that has no rows.
 inline int64_t row_elements(const Shape& shape) {
-  if (shape.empty())
-    throw ValueError("a zero-dimensional shape has no rows to shard; plan it as shape (1)");
+  if (shape.empty()) throw ValueError("a zero-dimensional shape has no rows to shard; plan it as shape (1)");
   int64_t n = 1;
   for (size_t i = 0; i < shape.size(); ++i) {
     if (shape[i] < 0 || (i > 0 && shape[i] == 0))
-      throw ValueError("shape " + shape_text(shape) + ": dimension " + std::to_string(i) + " is " + std::to_string(shape[i]) +
-                       "; only the leading dimension may be zero, and none negative");
+      throw ValueError("shape " + shape_text(shape) + ": dimension " + std::to_string(i) + " is " +
+                       std::to_string(shape[i]) + "; only the leading dimension may be zero, and none negative");
     if (i > 0) n = checked_mul(n, shape[i], "row size");
   }
   return n;

@@ -40,7 +40,8 @@ namespace {
 
 Placement as_stored(const Placement& p) { return std::holds_alternative<Shard>(p) ? Placement(RowAtomic{}) : p; }
 
-void validate_sequence(const Placements& all, const char* name, const std::vector<Placement>& sequence, bool may_be_partial) {
+void validate_sequence(const Placements& all, const char* name, const std::vector<Placement>& sequence,
+                       bool may_be_partial) {
   const auto fail = [&](size_t axis, const std::string& why) {
     throw ValueError(std::string("Placements::") + name + ", axis " + to_string(all.dp_axes[axis]) + ": " + why);
   };
@@ -55,7 +56,8 @@ void validate_sequence(const Placements& all, const char* name, const std::vecto
     if (const auto* b = std::get_if<BlockAtomic>(&p); b && b->block_size < 1)
       fail(i, "expected blocks of at least one row, got " + to_string(p));
     if (const auto* partial = std::get_if<Partial>(&p)) {
-      if (!may_be_partial) fail(i, "weights are never partial sums; expected Replicate or a sharding, got " + to_string(p));
+      if (!may_be_partial)
+        fail(i, "weights are never partial sums; expected Replicate or a sharding, got " + to_string(p));
       if (partial->op != ReduceOp::kSum && partial->op != ReduceOp::kAvg)
         fail(i, "gradients are summed or averaged, got " + to_string(p));
     }
@@ -79,8 +81,8 @@ void validate_one_kind(const Placements& all) {
       if (!is_sharded(p)) continue;
       if (!first) first = &p;
       if (as_stored(*first) != as_stored(p))
-        throw ValueError("Placements: parameter, gradient and optimizer use one kind of sharding, got " + to_string(*first) +
-                         " and " + to_string(p));
+        throw ValueError("Placements: parameter, gradient and optimizer use one kind of sharding, got " +
+                         to_string(*first) + " and " + to_string(p));
     }
 }
 

@@ -6,10 +6,12 @@
 
 namespace fsdp {
 
-GlobalLayout build_tensor_atomic_layout(std::span<const Shape> shapes, std::span<const int64_t> owners, int64_t dp_size) {
+GlobalLayout build_tensor_atomic_layout(std::span<const Shape> shapes, std::span<const int64_t> owners,
+                                        int64_t dp_size) {
   if (dp_size < 1) throw ValueError("expected at least one rank, got dp_size " + std::to_string(dp_size));
   if (owners.size() != shapes.size())
-    throw ValueError("expected one owner per tensor (" + std::to_string(shapes.size()) + "), got " + std::to_string(owners.size()));
+    throw ValueError("expected one owner per tensor (" + std::to_string(shapes.size()) + "), got " +
+                     std::to_string(owners.size()));
   std::vector<int64_t> load(static_cast<size_t>(dp_size) + 1, 0), sizes;
   for (size_t i = 0; i < shapes.size(); ++i) {
     if (owners[i] < 0 || owners[i] >= dp_size)
