@@ -11,7 +11,10 @@ namespace {
 
 constexpr int64_t kNowhere = std::numeric_limits<int64_t>::max();
 /// Above this many steps of the search over orders, one shard size is not searched in full.
-constexpr int64_t kExactSteps = 20'000;
+constexpr int64_t kExactSteps = 10'000;
+constexpr size_t kLookAhead = 64;
+/// Gaps kept open for later tensors: the latest ones.
+constexpr size_t kOpenGaps = 16;
 
 /// The rule for one kind at one shard size.
 struct Fit {
@@ -44,7 +47,8 @@ std::optional<PaddedPlan> pack_first_fit(std::span<const Kind> kinds, std::span<
                                          int64_t shard, int64_t end, WorkBudget& budget) {
   PaddedPlan plan{std::vector<int64_t>(tensors, 0), shard};
   std::vector<Gap> gaps;
-  int64_t cursor = 0;
+  int64_t cursor = 0, smallest = kNowhere;
+  for (const auto& k : kinds) smallest = std::min(smallest, k.size);
   for (size_t k : order) {
     const Fit fit(kinds[k].size, kinds[k].unit, shard);
     for (size_t t : kinds[k].tensors) {
@@ -69,11 +73,38 @@ std::optional<PaddedPlan> pack_first_fit(std::span<const Kind> kinds, std::span<
       if (at == kNowhere) {
         at = fit.start(cursor);
         if (at > end - fit.size) return std::nullopt;
-        if (at > cursor) gaps.push_back({cursor, at});
+        if (at - cursor >= smallest) gaps.push_back({cursor, at});
+        if (gaps.size() > kOpenGaps) gaps.erase(gaps.begin());
         cursor = at + fit.size;
       }
       plan.offsets[t] = at;
     }
+  }
+  return plan;
+}
+
+/// Next is always the first tensor, in the given order, that leaves no gap, or else the one that leaves the least.
+/// Looks at a limited number of kinds at a time.
+std::optional<PaddedPlan> pack_least_waste(std::span<const Kind> kinds, std::vector<size_t> order, size_t tensors,
+                                           int64_t shard, int64_t end, WorkBudget& budget) {
+  PaddedPlan plan{std::vector<int64_t>(tensors, 0), shard};
+  std::vector<Fit> fits;
+  for (const auto& k : kinds) fits.emplace_back(k.size, k.unit, shard);
+  std::vector<size_t> placed(kinds.size(), 0);
+  int64_t cursor = 0;
+  while (!order.empty()) {
+    int64_t at = kNowhere;
+    size_t chosen = 0;
+    for (size_t i = 0; i < std::min(order.size(), kLookAhead) && at > cursor; ++i) {
+      budget.spend(1);
+      const int64_t start = fits[order[i]].start(cursor);
+      if (start < at) at = start, chosen = i;
+    }
+    const size_t k = order[chosen];
+    if (at > end - fits[k].size) return std::nullopt;
+    plan.offsets[kinds[k].tensors[placed[k]++]] = at;
+    cursor = at + fits[k].size;
+    if (placed[k] == kinds[k].tensors.size()) order.erase(order.begin() + static_cast<std::ptrdiff_t>(chosen));
   }
   return plan;
 }
@@ -190,6 +221,7 @@ std::optional<PaddedPlan> pack(std::span<const Kind> kinds, size_t tensors, int6
   // Tensors that can be cut only once are the hard ones: these first, the largest first.
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return bulky(a) > bulky(b); });
   if (auto plan = pack_first_fit(kinds, order, tensors, shard, end, budget)) return plan;
+  if (auto plan = pack_least_waste(kinds, order, tensors, shard, end, budget)) return plan;
   return pack_merged(kinds, tensors, shard, end, budget);
 }
 

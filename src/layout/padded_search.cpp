@@ -14,9 +14,11 @@ namespace fsdp::detail {
 namespace {
 
 /// About a few milliseconds on one core.
-constexpr int64_t kSearchSteps = 200'000;
+constexpr int64_t kSearchSteps = 600'000;
 /// The first sizes are tried in turn: in practice the first or second succeeds.
-constexpr int kFirstSizes = 8;
+constexpr int kFirstSizes = 4;
+/// The search ends at a shard at most 1/2^kNearBits (8e-6) above the lower bound: exact below 131072 elements.
+constexpr int kNearBits = 17;
 
 /// Everything on the first rank, one tensor after the other.
 PaddedPlan plan_on_one_rank(std::span<const Item> items) {
@@ -38,27 +40,44 @@ class Search {
     const int64_t largest = std::numeric_limits<int64_t>::max() / dp_size_;
     if (best_->shard > largest) best_.reset();
     limit_ = best_ ? best_->shard : largest;
-    try {
-      accept(plan_by_chunk(items_, dp_size_));
-    } catch (const ValueError&) {
-      // The common multiple overflowed; the search does not need it.
-    }
-    auto shard = sizes_.next(1);
-    for (int i = 0; i < kFirstSizes && shard && *shard < limit_; ++i) {
-      if (try_size(*shard)) return std::move(*best_);
+    const auto first = sizes_.next(1);
+    if (!first || *first >= limit_) return finish();
+    if (try_size(*first)) return finish();
+    near_ = *first + (*first >> kNearBits);
+    if (auto shard = sizes_.next(near_); shard && *shard == near_) try_size(near_);
+    use_plan_by_chunk(*first);
+    auto shard = sizes_.next(*first + 1);
+    for (int i = 0; i < kFirstSizes && shard && is_open(*shard); ++i) {
+      if (try_size(*shard)) return finish();
       shard = sizes_.next(*shard + 1);
     }
-    if (shard && *shard < limit_) {
-      halve(*shard);
-      // What the halving jumped over.
-      for (; shard && *shard < limit_ && budget_.left() > 0; shard = sizes_.next(*shard + 1))
-        if (try_size(*shard)) break;
-    }
+    if (shard && is_open(*shard)) search_progressions(*shard);
+    // What the steps jumped over.
+    for (; shard && is_open(*shard); shard = sizes_.next(*shard + 1))
+      if (try_size(*shard)) break;
+    return finish();
+  }
+
+ private:
+  /// Whether a plan of this size is worth looking for.
+  bool is_open(int64_t shard) const { return shard < limit_ && limit_ > near_ && budget_.left() > 0; }
+
+  PaddedPlan finish() {
     if (!best_) overflow("size");
     return std::move(*best_);
   }
 
- private:
+  void use_plan_by_chunk(int64_t least) {
+    try {
+      int64_t chunk = 1;
+      for (const auto& k : kinds_) chunk = checked_lcm(chunk, k.unit, "common row size");
+      // Its shard is a multiple of the chunk: it takes time, and may be out of reach.
+      if (round_up(least, chunk, "size") < limit_) accept(plan_by_chunk(items_, dp_size_));
+    } catch (const ValueError&) {
+      // The common multiple overflowed; the search does not need it.
+    }
+  }
+
   void accept(PaddedPlan plan) {
     if (plan.shard >= limit_) return;
     limit_ = plan.shard;
@@ -72,28 +91,33 @@ class Search {
   }
 
   /// Among the multiples of one modulus a larger shard is never harder to pack: what stood in a shard fits in a larger
-  /// one, and a tensor cut often at multiples of the modulus can be cut at larger multiples. So bisect each
-  /// progression.
-  void halve(int64_t from) {
-    std::set<int64_t> moduli;
-    for (const auto& p : sizes_.progressions()) {
+  /// one, and a tensor cut often at multiples of the modulus can be cut at larger multiples. So each progression of
+  /// sizes is searched with growing steps, then by halves.
+  void search_progressions(int64_t from) {
+    std::set<int64_t> seen;
+    const auto progressions = sizes_.progressions();
+    for (const auto& p : progressions)
+      if (seen.insert(p.modulus).second) search_multiples(p.modulus, std::max(p.from, from));
+    // Rows that need not divide the shard pack better where they do.
+    for (const auto& p : progressions)
       for (const auto& k : kinds_) {
         int64_t m;
-        if (!__builtin_mul_overflow(p.modulus / std::gcd(p.modulus, k.unit), k.unit, &m) && moduli.insert(m).second)
-          bisect(m, std::max(p.from, from));
+        if (!__builtin_mul_overflow(p.modulus / std::gcd(p.modulus, k.unit), k.unit, &m) && seen.insert(m).second)
+          search_multiples(m, std::max(p.from, from));
       }
-      if (moduli.insert(p.modulus).second) bisect(p.modulus, std::max(p.from, from));
-    }
   }
 
-  void bisect(int64_t modulus, int64_t from) {
+  void search_multiples(int64_t modulus, int64_t from) {
     int64_t low = ceil_div(from, modulus), high = ceil_div(limit_, modulus);
-    while (low < high && budget_.left() > 0) {
-      const int64_t middle = low + (high - low) / 2;
+    int64_t step = 1;
+    while (low < high && is_open(low * modulus)) {
+      // `step` grows until the first success, which sets `high` within reach of it; then the middle is nearer.
+      const int64_t middle = low + std::min(step - 1, (high - low) / 2);
       if (try_size(middle * modulus)) {
         high = middle;
       } else {
         low = middle + 1;
+        step *= 4;
       }
     }
   }
@@ -105,6 +129,7 @@ class Search {
   WorkBudget budget_{kSearchSteps};
   std::optional<PaddedPlan> best_;
   int64_t limit_ = 0;  // a plan must be smaller
+  int64_t near_ = 0;   // a shard this small ends the search
 };
 
 }  // namespace
