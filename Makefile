@@ -21,9 +21,11 @@ train: build
 	scripts/launch.sh 2 build/$(PRESET)/examples/train_gpt/train_gpt --strategy zero3 $(ARGS)
 
 format:
+	scripts/setup.sh --with-format
 	git ls-files '*.h' '*.cpp' '*.cu' | xargs clang-format -i
 
 check-format:
+	scripts/setup.sh --with-format
 	git ls-files '*.h' '*.cpp' '*.cu' | xargs clang-format --dry-run -Werror
 
 clean:

@@ -1,6 +1,10 @@
 # Warnings, sanitizers and the compiler cache, for this project's own targets only.
 add_library(fsdp_options INTERFACE)
-target_compile_options(fsdp_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Werror>)
+target_compile_options(fsdp_options INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Werror>
+  "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Werror all-warnings>"
+  $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Werror>
+  $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-warn-spills,-warn-lmem-usage>)
 if(FSDP_SANITIZE)
   target_compile_options(fsdp_options INTERFACE -fsanitize=${FSDP_SANITIZE} -fno-omit-frame-pointer -g1)
   target_link_options(fsdp_options INTERFACE -fsanitize=${FSDP_SANITIZE})

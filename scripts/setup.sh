@@ -9,21 +9,23 @@ packages=(g++ git make python3 python3-venv libgloo-dev libgtest-dev libgmock-de
 if [[ ${1:-} == --with-format ]]; then packages+=(clang-format); fi
 
 missing=()
-for p in "${packages[@]}"; do
-  [[ $(dpkg-query -W -f '${Status}' "$p" 2>/dev/null) == "install ok installed" ]] || missing+=("$p")
-done
+if command -v dpkg-query >/dev/null; then
+  for p in "${packages[@]}"; do
+    [[ $(dpkg-query -W -f '${Status}' "$p" 2>/dev/null) == "install ok installed" ]] || missing+=("$p")
+  done
+else
+  echo "setup: not a Debian system; this should be installed, or its like: ${packages[*]}" >&2
+fi
 if ((${#missing[@]})); then
-  if ! command -v apt-get >/dev/null; then
-    echo "setup: install these (or their like on your system) first: ${missing[*]}" >&2
-    exit 1
-  fi
+  by_hand="setup: could not install packages; as root, run: apt-get install ${missing[*]}"
   as_root=()
   if ((EUID != 0)); then
-    command -v sudo >/dev/null || { echo "setup: as root, run: apt-get install ${missing[*]}" >&2; exit 1; }
+    command -v sudo >/dev/null || { echo "$by_hand" >&2; exit 1; }
     as_root=(sudo)
   fi
-  "${as_root[@]}" apt-get update -q
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}"
+  "${as_root[@]}" apt-get update -q &&
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}" ||
+    { echo "$by_hand" >&2; exit 1; }
 fi
 
 stamp=.venv/fsdp-$torch_version

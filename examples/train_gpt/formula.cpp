@@ -19,7 +19,8 @@ void fill(torch::nn::Module& model) {
     auto i = torch::arange(p.value().numel(), torch::kDouble);
     auto values = torch::sin(i * 0.37 + 1.3 * static_cast<double>(k++)) * 0.02;
     const auto& name = p.key();
-    const bool norm_weight = name.ends_with("ln1.weight") || name.ends_with("ln2.weight") || name.ends_with("ln_f.weight");
+    const bool norm_weight =
+        name.ends_with("ln1.weight") || name.ends_with("ln2.weight") || name.ends_with("ln_f.weight");
     if (norm_weight) values += 1;
     p.value().copy_(values.to(torch::kFloat).view(p.value().sizes()));
   }
@@ -75,10 +76,11 @@ void run_formula(const Options& o, const std::shared_ptr<fsdp::World>& world) {
   std::sort(times.begin(), times.end());
   const auto n = times.size();
   const double median = n % 2 ? times[n / 2] : (times[n / 2 - 1] + times[n / 2]) / 2;
-  std::printf("{\"mode\": \"%s\", \"world\": %ld, \"dim\": %ld, \"layers\": %ld, \"dtype\": \"%s\", \"ms_median\": %.3f, "
-              "\"ms_min\": %.3f, \"peak_rss_mib\": %.1f, \"losses\": [",
-              o.strategy.c_str(), world->size(), o.dim, o.layers, o.dtype.c_str(), median, times.front(),
-              static_cast<double>(usage.ru_maxrss) / 1024);
+  std::printf(
+      "{\"mode\": \"%s\", \"world\": %ld, \"dim\": %ld, \"layers\": %ld, \"dtype\": \"%s\", \"ms_median\": %.3f, "
+      "\"ms_min\": %.3f, \"peak_rss_mib\": %.1f, \"losses\": [",
+      o.strategy.c_str(), world->size(), o.dim, o.layers, o.dtype.c_str(), median, times.front(),
+      static_cast<double>(usage.ru_maxrss) / 1024);
   for (size_t i = 0; i < losses.size(); ++i) std::printf("%s%.7f", i ? ", " : "", losses[i]);
   std::printf("]}\n");
 }

@@ -90,9 +90,12 @@ Options parse_options(int argc, char** argv) {
     if (i + 1 == argc) throw std::invalid_argument(argument + " needs a value");
     it->second(it->first, argv[++i]);
   }
-  require(o.strategy == "none" || o.strategy == "ddp" || o.strategy == "zero1" || o.strategy == "zero2" || o.strategy == "zero3",
+  require(o.strategy == "none" || o.strategy == "ddp" || o.strategy == "zero1" || o.strategy == "zero2" ||
+              o.strategy == "zero3",
           "--strategy: expected none, ddp, zero1, zero2 or zero3, got '" + o.strategy + "'");
-  require(o.dtype == "float32" || o.dtype == "bfloat16", "--dtype: expected float32 or bfloat16, got '" + o.dtype + "'");
+  require(o.dtype == "float32" || o.dtype == "bfloat16",
+          "--dtype: expected float32 or bfloat16, got '" + o.dtype + "'");
+  require(o.strategy != "none" || o.dtype == "float32", "--strategy none computes in float32 only");
   require(o.dim > 0 && o.heads > 0 && o.dim % o.heads == 0, "--dim must be a multiple of --heads");
   require(o.layers > 0 && o.batch > 0 && o.micro > 0 && o.steps > 0 && o.length > 1 && o.vocab > 1,
           "--layers, --batch, --microbatches and --steps must be at least 1, --length and --vocab at least 2");

@@ -22,8 +22,8 @@ double mib(int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 Progress::Progress(int64_t steps) : steps_(steps), terminal_(isatty(STDOUT_FILENO)) {}
 
 void Progress::update(const StepRecord& r) {
-  const auto line = text("step %ld/%ld  loss %.4f  %.0f tokens/s  %.0f MiB", r.step + 1, steps_, r.loss, r.tokens_per_second,
-                         mib(r.rss_bytes));
+  const auto line = text("step %ld/%ld  loss %.4f  %.0f tokens/s  rank 0: %.0f MiB", r.step + 1, steps_, r.loss,
+                         r.tokens_per_second, mib(r.rss_bytes));
   if (terminal_) {
     constexpr int64_t kWidth = 24;
     const auto full = static_cast<size_t>(kWidth * (r.step + 1) / steps_);
@@ -61,19 +61,21 @@ void write_svg(const std::filesystem::path& path, const std::vector<StepRecord>&
   const auto x = [&](size_t i) { return kMargin + (kWidth - 2 * kMargin) * static_cast<double>(i) / last; };
   const auto y = [&](double loss) { return kMargin + (kHeight - 2 * kMargin) * (high - loss) / span; };
   std::ofstream out(path);
-  out << text("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%.0f\" height=\"%.0f\" font-family=\"sans-serif\" "
-              "font-size=\"12\">\n<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n",
-              kWidth, kHeight);
+  out << text(
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%.0f\" height=\"%.0f\" font-family=\"sans-serif\" "
+      "font-size=\"12\">\n<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n",
+      kWidth, kHeight);
   for (int k = 0; k <= 4; ++k) {
     const double loss = low + span * k / 4;
-    out << text("<line x1=\"%.0f\" x2=\"%.0f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#ddd\"/>"
-                "<text x=\"6\" y=\"%.1f\">%.2f</text>\n",
-                kMargin, kWidth - kMargin, y(loss), y(loss), y(loss) + 4, loss);
+    out << text(
+        "<line x1=\"%.0f\" x2=\"%.0f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#ddd\"/>"
+        "<text x=\"6\" y=\"%.1f\">%.2f</text>\n",
+        kMargin, kWidth - kMargin, y(loss), y(loss), y(loss) + 4, loss);
   }
   out << "<polyline fill=\"none\" stroke=\"#1f6feb\" stroke-width=\"1.5\" points=\"";
   for (size_t i = 0; i < records.size(); ++i) out << text("%.1f,%.1f ", x(i), y(records[i].loss));
-  out << text("\"/>\n<text x=\"%.0f\" y=\"%.0f\" text-anchor=\"middle\">loss over %zu steps</text>\n</svg>\n", kWidth / 2,
-              kHeight - 12, records.size());
+  out << text("\"/>\n<text x=\"%.0f\" y=\"%.0f\" text-anchor=\"middle\">loss over %zu steps</text>\n</svg>\n",
+              kWidth / 2, kHeight - 12, records.size());
 }
 
 std::string persistent_table(const PersistentBytes& sharded, const PersistentBytes& unsharded, int64_t ranks) {
@@ -82,5 +84,6 @@ std::string persistent_table(const PersistentBytes& sharded, const PersistentByt
   };
   return text("persistent memory     per rank of %-3ld     not sharded\n", ranks) +
          row("weights", sharded.weights, unsharded.weights) + row("gradients", sharded.gradients, unsharded.gradients) +
-         row("optimizer state", sharded.optimizer, unsharded.optimizer) + row("total", sharded.total(), unsharded.total());
+         row("optimizer state", sharded.optimizer, unsharded.optimizer) +
+         row("total", sharded.total(), unsharded.total());
 }

@@ -26,7 +26,8 @@ void initialise(Gpt& model, int64_t layers) {
 
 double learning_rate(const Options& o, int64_t step) {
   if (step < o.warmup) return o.lr * static_cast<double>(step + 1) / static_cast<double>(o.warmup);
-  const double done = static_cast<double>(step - o.warmup) / static_cast<double>(std::max<int64_t>(1, o.steps - o.warmup));
+  const double done =
+      static_cast<double>(step - o.warmup) / static_cast<double>(std::max<int64_t>(1, o.steps - o.warmup));
   return o.lr * (0.1 + 0.45 * (1 + std::cos(std::numbers::pi * done)));
 }
 
@@ -45,13 +46,15 @@ PersistentBytes persistent(Gpt& model, torch::optim::Optimizer& optimizer, bool 
     auto* unit = fsdp::get_fsdp_module(*module);
     if (!unit) continue;
     for (const auto* group : unit->parameter_groups()) {
-      const int64_t gradients = group->has_main_grad() ? static_cast<int64_t>(group->main_grad().local_buffer().nbytes()) : 0;
+      const int64_t gradients =
+          group->has_main_grad() ? static_cast<int64_t>(group->main_grad().local_buffer().nbytes()) : 0;
       bytes.gradients += gradients;
       bytes.weights += group->persistent_bytes() - gradients;
     }
   }
   if (bytes.weights == 0)
-    for (auto& p : fsdp::parameters(*model)) bytes.weights += static_cast<int64_t>(p.nbytes()), bytes.gradients = bytes.weights;
+    for (auto& p : fsdp::parameters(*model))
+      bytes.weights += static_cast<int64_t>(p.nbytes()), bytes.gradients = bytes.weights;
   for (const auto& [key, state] : optimizer.state()) {
     const auto& adam = static_cast<const torch::optim::AdamWParamState&>(*state);
     bytes.optimizer += static_cast<int64_t>(adam.exp_avg().nbytes() + adam.exp_avg_sq().nbytes());
@@ -90,13 +93,14 @@ void run_training(const Options& o, const std::shared_ptr<fsdp::World>& world) {
   fsdp::FsdpContext context(world->device());
   const bool sharded = o.strategy != "none";
   if (sharded) shard(model, context, mesh, o.strategy, o.dtype == "bfloat16" ? torch::kBFloat16 : torch::kFloat);
-  torch::optim::AdamW optimizer(fsdp::parameters(*model), torch::optim::AdamWOptions(o.lr).betas({0.9, 0.95}).weight_decay(0.1));
+  torch::optim::AdamW optimizer(fsdp::parameters(*model),
+                                torch::optim::AdamWOptions(o.lr).betas({0.9, 0.95}).weight_decay(0.1));
   // ... and reads its own part of the data.
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(o.seed * 1000 + static_cast<uint64_t>(world->rank()));
 
   if (speaks)
-    std::cout << "train_gpt: " << o.layers << " layers of width " << o.dim << ", " << world->size() << " ranks, strategy " << o.strategy
-              << ", " << bytes.numel() << " bytes of text" << std::endl;
+    std::cout << "train_gpt: " << o.layers << " layers of width " << o.dim << ", " << world->size()
+              << " ranks, strategy " << o.strategy << ", " << bytes.numel() << " bytes of text" << std::endl;
   Progress progress(o.steps);
   std::vector<StepRecord> records;
   for (int64_t step = 0; step < o.steps; ++step) {
@@ -108,7 +112,8 @@ void run_training(const Options& o, const std::shared_ptr<fsdp::World>& world) {
       std::optional<fsdp::MicrobatchScope> scope;
       if (sharded) scope.emplace(context, m == o.micro - 1);
       auto ids = sample_batch(bytes, o.batch, o.length, generator);
-      auto loss = cross_entropy(model->forward(ids.slice(1, 0, o.length)), ids.slice(1, 1)) / static_cast<double>(o.micro);
+      auto loss =
+          cross_entropy(model->forward(ids.slice(1, 0, o.length)), ids.slice(1, 1)) / static_cast<double>(o.micro);
       loss.backward();
       total += loss.item<double>();
     }
