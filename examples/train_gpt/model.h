@@ -5,6 +5,12 @@
 #include <fsdp/fsdp.h>
 #include <torch/torch.h>
 
+/// One operator, as in Python. torch::nn::Linear's own forward multiplies first and adds the bias afterwards, which rounds
+/// differently.
+inline torch::Tensor linear(const torch::nn::Linear& layer, const torch::Tensor& x) {
+  return torch::linear(x, layer->weight, layer->bias);
+}
+
 /// The model of benchmarks/peers/gpt_fsdp2.py: same modules, same names, same arithmetic.
 struct BlockImpl : torch::nn::Module {
   int64_t heads;
@@ -23,10 +29,10 @@ struct BlockImpl : torch::nn::Module {
 
   torch::Tensor forward(torch::Tensor x) {
     const auto b = x.size(0), t = x.size(1), d = x.size(2);
-    auto split = qkv(ln1(x)).view({b, t, 3, heads, d / heads}).permute({2, 0, 3, 1, 4});
+    auto split = linear(qkv, ln1(x)).view({b, t, 3, heads, d / heads}).permute({2, 0, 3, 1, 4});
     auto a = torch::scaled_dot_product_attention(split[0], split[1], split[2], {}, 0.0, /*is_causal=*/true);
-    x = x + proj(a.transpose(1, 2).reshape({b, t, d}));
-    return x + out(torch::gelu(fc(ln2(x))));
+    x = x + linear(proj, a.transpose(1, 2).reshape({b, t, d}));
+    return x + linear(out, torch::gelu(linear(fc, ln2(x))));
   }
 };
 FSDP_MODULE(Block);
@@ -50,7 +56,7 @@ struct GptImpl : torch::nn::Module {
   torch::Tensor forward(torch::Tensor ids) {
     auto x = tok(ids) + pos(torch::arange(ids.size(1), ids.device()));
     for (auto& block : *blocks) x = block->as<Block>()->forward(x);
-    return head(ln_f(x));
+    return linear(head, ln_f(x));
   }
 };
 FSDP_MODULE(Gpt);
