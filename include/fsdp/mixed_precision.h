@@ -17,11 +17,11 @@ struct MixedPrecisionPolicy {
   /// The optimizer's weights; nullopt: the parameter's own dtype.
   std::optional<at::ScalarType> main_params_dtype = at::kFloat;
   /// The gradients the optimizer reads, and the accumulation over microbatches; nullopt: the parameter's dtype.
-  std::optional<at::ScalarType> main_grads_dtype;
+  std::optional<at::ScalarType> main_grads_dtype = std::nullopt;
   /// Gradients on the wire; nullopt: the dtype of the gradient at hand.
-  std::optional<at::ScalarType> grad_comm_dtype;
+  std::optional<at::ScalarType> grad_comm_dtype = std::nullopt;
   /// Weights in compute and on the wire; nullopt: the parameter's own dtype.
-  std::optional<at::ScalarType> param_dtype;
+  std::optional<at::ScalarType> param_dtype = std::nullopt;
   ParamFormat param_format = ParamFormat::kNative;
 
   void validate() const;

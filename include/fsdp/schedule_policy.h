@@ -19,12 +19,12 @@ enum class ExecutionHooks {
 struct SchedulePolicy {
   /// Units gathered ahead of their use: as many successors as fit in this number of parameter elements.
   /// nullopt: one successor whatever its size; 0: none.
-  std::optional<int64_t> forward_prefetch_size;
-  std::optional<int64_t> backward_prefetch_size;
+  std::optional<int64_t> forward_prefetch_size = std::nullopt;
+  std::optional<int64_t> backward_prefetch_size = std::nullopt;
   ExecutionHooks hooks = ExecutionHooks::kAuto;
   /// Parameter-gradient callbacks that complete the unit's backward; nullopt: one per trainable parameter. For
   /// units that one backward runs through several times (recompute inside recompute).
-  std::optional<int64_t> grad_accumulation_count;
+  std::optional<int64_t> grad_accumulation_count = std::nullopt;
   bool unshard_all_planes_in_backward = false;  ///< MXFP8: gather row-wise planes in backward too
   bool reshard_after_forward = true;            ///< false: weights stay gathered from forward to the end of backward
 

@@ -105,7 +105,8 @@ void Gradients::absorb_resting() {
     auto handle = handles_[i].lock();
     if (!handle.defined()) continue;
     auto& grad = handle.mutable_grad();
-    const bool untouched = grad.defined() && grad.is_same(installed_[i]) && has_hook_key(grad) == refuses_[i];
+    // Module::zero_grad(false) puts a detached copy back; a copy of a refusing gradient still refuses.
+    const bool untouched = grad.defined() && (refuses_[i] ? has_hook_key(grad) : grad.is_same(installed_[i]));
     if (!grad.defined()) {
       base_[i] = pending_[i] = false;
     } else if (!untouched) {

@@ -217,9 +217,17 @@ void Group::reshard() {
     gathering_.reset();
     run.finish();
   }
-  if (state_ == State::kFull) show(full_main_ ? full_main_views_ : rest_views_);
-  state_ = State::kSharded;
+  const bool was_full = std::exchange(state_, State::kSharded) == State::kFull;
+  for (size_t i = 0; was_full && i < handles_.size(); ++i) {
+    // A handle that was given other data meanwhile keeps it, so that check_handles() finds it.
+    const auto handle = handles_[i].lock();
+    if (handle.defined() && handle.storage().is_alias_of(full_.storage())) handles_[i].show(shown(i));
+  }
   if (!direct_) pool_->drain(full_.storage());
+}
+
+const at::Tensor& Group::shown(size_t i) const {
+  return state_ == State::kFull ? full_views_[i] : full_main_ ? full_main_views_[i] : rest_views_[i];
 }
 
 void Group::check_handles(const std::string& unit) const {
@@ -237,8 +245,7 @@ void Group::check_handles(const std::string& unit) const {
       const auto* found = (module.get()->*ParametersAccess::member()).find(r.key);
       if (!found || !found->is_same(handle)) fail(i, "was replaced or removed");
     }
-    if (state_ == State::kFull) continue;
-    const auto& view = full_main_ ? full_main_views_[i] : rest_views_[i];
+    const auto& view = shown(i);
     if (handle.scalar_type() != view.scalar_type())
       fail(i, fmt::format("was converted from {} to {}", c10::toString(view.scalar_type()), c10::toString(handle.scalar_type())));
     if (handle.device() != view.device())

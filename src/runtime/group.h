@@ -95,6 +95,8 @@ class Group {
   int64_t stamp() const;
   void refresh_model(const std::string& unit);
   void show(const std::vector<at::Tensor>& views);
+  /// What handle `index` shows in the present state.
+  const at::Tensor& shown(size_t index) const;
 
   DeviceMesh mesh_;
   bool requires_grad_;

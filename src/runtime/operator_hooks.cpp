@@ -50,6 +50,14 @@ bool is_layer_operator(const c10::OperatorHandle& op) {
   return kNames.contains(op.schema().name());
 }
 
+/// Operators that look at or change what a handle is, not at its values.
+bool is_metadata_operator(const c10::OperatorHandle& op) {
+  static const std::unordered_set<std::string_view> kNames = {"aten::set_data",  "aten::data",        "aten::is_leaf",
+                                                              "aten::output_nr", "aten::_version",    "aten::requires_grad_",
+                                                              "aten::retain_grad", "aten::retains_grad"};
+  return kNames.contains(op.schema().name());
+}
+
 struct Use {
   std::shared_ptr<Unit> unit;
   bool handle_written = false;  // this parameter itself is only written
@@ -108,14 +116,20 @@ bool gather_for(const Use& use, const c10::OperatorHandle& op) {
   return true;
 }
 
-/// Handles operators on a gradient that is not reduced yet: clearing it is fine, anything else is refused.
-bool on_unreduced_gradient(const c10::OperatorHandle& op, const at::Tensor& gradient, const Unit* unit) {
+/// The result of an operator on a gradient that is not reduced yet: clearing it is fine, which zero_grad(false) does by
+/// detaching and zeroing; anything else is refused.
+at::Tensor on_unreduced_gradient(const c10::OperatorHandle& op, const at::Tensor& gradient, const Unit* unit) {
   const auto& name = op.schema().name();
-  if (name == "aten::detach_") return true;  // Optimizer::zero_grad(false) does that before it zeroes
+  if (name == "aten::detach_") return gradient;
+  if (name == "aten::detach" || name == "aten::alias") {
+    auto copy = gradient.variable_data();
+    add_hook_key(copy);
+    return copy;
+  }
   if (name == "aten::zero_") {
     auto zeros = at::zeros(gradient.sizes(), gradient.options());
     gradient.unsafeGetTensorImpl()->shallow_copy_from(zeros.getIntrusivePtr());
-    return true;
+    return gradient;
   }
   throw StateError(fmt::format("unit '{}': {} reads a gradient that is not reduced: the last backward ran in "
                                "microbatch(ctx, false), or finish_grad_sync() is due. Run the last microbatch of a step in "
@@ -126,16 +140,20 @@ bool on_unreduced_gradient(const c10::OperatorHandle& op, const at::Tensor& grad
 void enter_operator(const c10::OperatorHandle& op, Stack* stack) {
   Unhooked unhooked;
   const auto& arguments = op.schema().arguments();
+  if (is_metadata_operator(op)) {
+    op.callBoxed(stack);
+    return;
+  }
   std::vector<Use> uses;
   const auto first = stack->size() - arguments.size();
-  bool done = false;
-  for (size_t a = 0; a < arguments.size() && !done; ++a)
+  at::Tensor result;  // when the operator must not run
+  for (size_t a = 0; a < arguments.size() && !result.defined(); ++a)
     visit((*stack)[first + a], [&](const at::Tensor& t) {
       if (!has_hook_key(t)) return;
       auto managed = registry::find(t);
       if (managed.kind == Managed::Kind::kNone) return;
       if (managed.kind == Managed::Kind::kUnreducedGradient) {
-        done = on_unreduced_gradient(op, t, managed.unit.get());
+        result = on_unreduced_gradient(op, t, managed.unit.get());
         return;
       }
       if (!managed.unit) return;
@@ -155,8 +173,9 @@ void enter_operator(const c10::OperatorHandle& op, Stack* stack) {
         same->by_storage = same->by_storage && use.by_storage;
       }
     });
-  if (done) {  // an in-place operator returns the argument it was given
-    stack->erase(stack->begin() + static_cast<int64_t>(first) + 1, stack->end());
+  if (result.defined()) {
+    torch::jit::drop(*stack, arguments.size());
+    stack->emplace_back(std::move(result));
     return;
   }
 
