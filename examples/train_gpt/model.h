@@ -5,8 +5,8 @@
 #include <fsdp/fsdp.h>
 #include <torch/torch.h>
 
-/// One operator, as in Python. torch::nn::Linear's own forward multiplies first and adds the bias afterwards, which rounds
-/// differently.
+/// One operator, as in Python. The forward of torch::nn::Linear multiplies first and adds the bias afterwards, which
+/// rounds differently.
 inline torch::Tensor linear(const torch::nn::Linear& layer, const torch::Tensor& x) {
   return torch::linear(x, layer->weight, layer->bias);
 }
