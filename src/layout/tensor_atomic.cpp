@@ -17,7 +17,9 @@ GlobalLayout build_tensor_atomic_layout(std::span<const Shape> shapes, std::span
     if (owners[i] < 0 || owners[i] >= dp_size)
       throw ValueError("tensor " + std::to_string(i) + ": owner " + std::to_string(owners[i]) + " is not one of the " +
                        std::to_string(dp_size) + " ranks");
-    sizes.push_back(detail::checked_mul(detail::row_elements(shapes[i]), shapes[i][0], "tensor size"));
+    // First, and apart: it refuses a shape without a dimension 0, and arguments are evaluated in any order.
+    const int64_t row = detail::row_elements(shapes[i]);
+    sizes.push_back(detail::checked_mul(row, shapes[i][0], "tensor size"));
     load[owners[i] + 1] = detail::checked_add(load[owners[i] + 1], sizes[i], "segment size");
   }
   for (size_t r = 1; r < load.size(); ++r) load[r] = detail::checked_add(load[r], load[r - 1], "size");
