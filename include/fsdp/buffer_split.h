@@ -14,9 +14,10 @@ namespace fsdp {
 struct BufferSplitOptions {
   int64_t block_size = 1;   ///< rows that stay together, as in build_row_atomic_layout
   int64_t max_buffers = 3;  ///< at least 1
-  /// Fewer buffers are taken when they cost at most this share of the payload more than the smallest split found; one
-  /// buffer with no more padding than this is taken at once.
+  /// Fewer buffers are taken when they cost at most this share of the payload, or `min_saving` elements per rank, more
+  /// than the smallest division found.
   double tolerance = 0.002;
+  int64_t min_saving = 256;
 };
 
 struct BufferSplit {

@@ -25,6 +25,8 @@ constexpr size_t kPlanned = 8;
 void check_options(const BufferSplitOptions& o) {
   if (o.max_buffers < 1) throw ValueError("expected max_buffers of at least 1, got " + std::to_string(o.max_buffers));
   if (!(o.tolerance >= 0)) throw ValueError("expected a tolerance of at least 0, got " + std::to_string(o.tolerance));
+  if (o.min_saving < 0)
+    throw ValueError("expected a min_saving of at least 0 elements, got " + std::to_string(o.min_saving));
 }
 
 /// Tensors that go into one buffer together.
@@ -196,7 +198,8 @@ BufferSplit plan_buffers(std::span<const Shape> shapes, int64_t dp_size, const B
   for (size_t i = 0; i < shapes.size(); ++i) everything[i] = static_cast<int64_t>(i);
   BufferSplit one;
   one.buffers.push_back({everything, build_row_atomic_layout(shapes, dp_size, options.block_size)});
-  const double slack = options.tolerance * static_cast<double>(one.payload());
+  const double slack = std::max(options.tolerance * static_cast<double>(one.payload()),
+                                static_cast<double>(options.min_saving) * static_cast<double>(dp_size));
   if (static_cast<double>(one.size() - one.payload()) <= slack) return one;
 
   // Tensors without elements follow the first buffer.

@@ -1,4 +1,4 @@
-/// A lower bound for every division into buffers. Given any plan to beat, every buffer's shard is at most that plan's
+/// A lower bound for every division into buffers. Given a plan to beat, every buffer's shard is below that plan's
 /// total; tensors too large to be cut once in such a shard have rows that divide the shard of whichever buffer holds
 /// them. What remains is a small covering problem over the multiples of those rows, solved by enumeration.
 #include <algorithm>
@@ -75,7 +75,7 @@ int64_t buffer_split_lower_bound(std::span<const Shape> shapes, int64_t dp_size,
   c.mean = detail::ceil_div(detail::payload_of(items), dp_size);
   for (auto& k : detail::kinds_of(items)) {
     c.mean = std::max(c.mean, k.unit);
-    if (detail::least_shard_for_one_cut(k.size, k.unit) > known) c.bound.push_back(std::move(k));
+    if (detail::least_shard_for_one_cut(k.size, k.unit) >= known) c.bound.push_back(std::move(k));
   }
   std::stable_sort(c.bound.begin(), c.bound.end(), [](const auto& a, const auto& b) { return a.size > b.size; });
   std::set<int64_t> shards;

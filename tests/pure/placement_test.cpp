@@ -19,14 +19,16 @@ void expect_refused(const Placements& p, const std::string& part) {
 }
 
 TEST(Placements, NamedStrategiesAreValid) {
-  for (const auto& p : {ddp("a"), zero1("a"), zero2(0), zero3(-1), hsdp("a", "b"), hfsdp(0, 1)}) EXPECT_NO_THROW(p.validate());
+  for (const auto& p : {ddp("a"), zero1("a"), zero2(0), zero3(-1), hsdp("a", "b"), hfsdp(0, 1)})
+    EXPECT_NO_THROW(p.validate());
   EXPECT_EQ(to_string(std::span<const Placement>(hfsdp("a", "b").gradient)), "[Partial(avg), Shard(0)]");
 }
 
 TEST(Placements, RefusesWhatCannotBe) {  // behaviours FSH-10, FSH-12, FSH-60, FSH-62, DBF-36
   const Replicate r;
   const Shard s;
-  expect_refused({{"a"}, {r, r}, {r}, {r}}, "Placements::parameter: expected one placement per data-parallel axis (1), got 2");
+  expect_refused({{"a"}, {r, r}, {r}, {r}},
+                 "Placements::parameter: expected one placement per data-parallel axis (1), got 2");
   expect_refused({{"a"}, {r}, {}, {r}}, "Placements::gradient");
   expect_refused({{"a"}, {r}, {r}, {}}, "Placements::optimizer");
   expect_refused({{"a"}, {Shard{1}}, {r}, {r}}, "dimension 0 only");
