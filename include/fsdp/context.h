@@ -20,8 +20,8 @@ struct ContextState;
 
 /// How the units of one context communicate.
 struct RuntimePolicy {
-  bool use_symmetric_memory = false;  ///< CUDA only; StateError elsewhere
-  bool overlap_allgather_reduction = true;  ///< false: gathers and reductions share one communicator, smaller peak
+  bool use_symmetric_memory = false;         ///< CUDA only; StateError elsewhere
+  bool overlap_allgather_reduction = true;   ///< false: gathers and reductions share one communicator, smaller peak
   bool overlap_outer_communication = false;  ///< CUDA: reductions over outer axes run on a stream of their own
   bool caller_managed_grad_sync = false;     ///< backward does not wait for its reductions: call finish_grad_sync()
   enum class GradReduction {

@@ -33,7 +33,8 @@ class DBuffer {
   /// As above over a layout planned elsewhere, with one segment per rank of the mesh.
   DBuffer(DeviceMesh mesh, std::vector<Placement> placements, std::shared_ptr<const GlobalLayout> layout,
           at::ScalarType dtype);
-  /// Uses `local` (flat, contiguous, of exactly this rank's range) instead of allocating. ValueError if it does not fit.
+  /// Uses `local` (flat, contiguous, of exactly this rank's range) instead of allocating. ValueError if it does not
+  /// fit.
   static DBuffer wrap(at::Tensor local, DeviceMesh mesh, std::vector<Placement> placements,
                       std::shared_ptr<const GlobalLayout> layout);
   /// Takes this rank's range from full tensors (equal on all ranks unless Partial), without communication. Tensors of

@@ -22,8 +22,8 @@ namespace fsdp {
 using ParameterInit = std::function<void(const std::string& fqn, at::Tensor full)>;
 
 /// Makes `module` a unit: shards the parameters under it that no unit owns yet (so children first, then parents), in
-/// place. Afterwards `module.parameters()` are this rank's rows, the same handles as before; forward and backward gather
-/// and reduce by themselves. Joins the context active on this thread.
+/// place. Afterwards `module.parameters()` are this rank's rows, the same handles as before; forward and backward
+/// gather and reduce by themselves. Joins the context active on this thread.
 ///
 /// Errors leave the module untouched. ValueError: the module is a unit already, or lies under units of another context;
 /// placements, policies or axes that do not fit the mesh or cannot be reached by collectives; grad_scale not positive
@@ -38,8 +38,8 @@ FsdpModule& fully_shard(const std::shared_ptr<M>& module, const DeviceMesh& mesh
                         MixedPrecisionPolicy precision = {}, double grad_scale = 1.0, SchedulePolicy schedule = {},
                         ShardLayout layout = ShardLayout::kPadded, ParameterInit init = {}) {
   if (!module) throw ValueError("fully_shard: the module is null");
-  return fully_shard(static_cast<torch::nn::Module&>(*module), mesh, placements, precision, grad_scale, schedule, layout,
-                     std::move(init));
+  return fully_shard(static_cast<torch::nn::Module&>(*module), mesh, placements, precision, grad_scale, schedule,
+                     layout, std::move(init));
 }
 
 template <class M>

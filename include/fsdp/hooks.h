@@ -128,11 +128,11 @@ class Hooked : public detail::HookedForward<Impl, typename detail::Signature<dec
 };
 
 /// As TORCH_MODULE(Name), the holder's module being Hooked<NameImpl>.
-#define FSDP_MODULE(Name)                                                        \
-  class Name : public torch::nn::ModuleHolder<fsdp::Hooked<Name##Impl>> {        \
-   public:                                                                       \
-    using torch::nn::ModuleHolder<fsdp::Hooked<Name##Impl>>::ModuleHolder;       \
-    using Impl [[maybe_unused]] = fsdp::Hooked<Name##Impl>;                      \
+#define FSDP_MODULE(Name)                                                  \
+  class Name : public torch::nn::ModuleHolder<fsdp::Hooked<Name##Impl>> {  \
+   public:                                                                 \
+    using torch::nn::ModuleHolder<fsdp::Hooked<Name##Impl>>::ModuleHolder; \
+    using Impl [[maybe_unused]] = fsdp::Hooked<Name##Impl>;                \
   }
 
 }  // namespace fsdp

@@ -13,11 +13,10 @@ namespace fsdp {
 
 /// Norm of all gradients over all ranks, and scaling of this rank's gradients so that it becomes at most max_norm.
 /// `parameters` may hold sharded, replicated and ordinary (unmanaged) parameters; each gradient element counts once.
-/// Collective: one scalar all-reduce over the meshes involved, nothing is gathered. Every rank returns the same 0-dim fp32
-/// (fp64 if a gradient is) tensor. Undefined gradients count as nothing.
-/// ValueError: max_norm or norm_type not positive (infinity is a norm_type). StateError: a gradient is not reduced yet
-/// (the last backward was not in microbatch(ctx, true)); with error_if_nonfinite a norm that is not finite, on all
-/// ranks and before scaling.
+/// Collective: one scalar all-reduce over the meshes involved, nothing is gathered. Every rank returns the same 0-dim
+/// fp32 (fp64 if a gradient is) tensor. Undefined gradients count as nothing. ValueError: max_norm or norm_type not
+/// positive (infinity is a norm_type). StateError: a gradient is not reduced yet (the last backward was not in
+/// microbatch(ctx, true)); with error_if_nonfinite a norm that is not finite, on all ranks and before scaling.
 at::Tensor clip_grad_norm_(at::TensorList parameters, double max_norm, double norm_type = 2.0,
                            bool error_if_nonfinite = false);
 

@@ -62,10 +62,11 @@ std::vector<int64_t> filled(Counts counts, int64_t size, int64_t total, const ch
 void check_tensor(const at::Tensor& t, const char* what, const char* name, c10::Device device) {
   if (!t.defined()) throw ValueError(fmt::format("{}: {} is undefined", what, name));
   if (t.dim() != 1 || !t.is_contiguous())
-    throw ValueError(fmt::format("{}: {} must be one-dimensional and contiguous, got {} dimensions{}", what, name, t.dim(),
-                                 t.is_contiguous() ? "" : ", strided"));
+    throw ValueError(fmt::format("{}: {} must be one-dimensional and contiguous, got {} dimensions{}", what, name,
+                                 t.dim(), t.is_contiguous() ? "" : ", strided"));
   if (t.device().type() != device.type())
-    throw ValueError(fmt::format("{}: {} is on {}, the communicator on {}", what, name, t.device().str(), device.str()));
+    throw ValueError(
+        fmt::format("{}: {} is on {}, the communicator on {}", what, name, t.device().str(), device.str()));
 }
 
 void check_count(const at::Tensor& t, int64_t expected, const char* what, const char* name) {
@@ -75,7 +76,8 @@ void check_count(const at::Tensor& t, int64_t expected, const char* what, const 
 
 void check_dtypes(const at::Tensor& a, const at::Tensor& b, const char* what) {
   if (a.scalar_type() != b.scalar_type())
-    throw ValueError(fmt::format("{}: out is {}, in is {}", what, c10::toString(a.scalar_type()), c10::toString(b.scalar_type())));
+    throw ValueError(
+        fmt::format("{}: out is {}, in is {}", what, c10::toString(a.scalar_type()), c10::toString(b.scalar_type())));
 }
 
 void copy_unless_same(const at::Tensor& out, const at::Tensor& in) {
@@ -103,20 +105,20 @@ OpInfo Communicator::begin(const char* operation, int64_t elements, at::ScalarTy
   return info;
 }
 
-Work Communicator::submitted(WorkPtr work, const OpInfo& info) const {
-  return Work(std::move(work), describe(info));
-}
+Work Communicator::submitted(WorkPtr work, const OpInfo& info) const { return Work(std::move(work), describe(info)); }
 
 std::string Communicator::describe(const OpInfo& info) const {
   return fmt::format("rank {} of {} on mesh axis '{}': {} of {} {} elements{}", rank_, size_, axes_, info.operation,
-                     info.elements, c10::toString(info.dtype), info.unit.empty() ? "" : fmt::format(", unit '{}'", info.unit));
+                     info.elements, c10::toString(info.dtype),
+                     info.unit.empty() ? "" : fmt::format(", unit '{}'", info.unit));
 }
 
 /// Every rank writes down what it is about to do; the exchange itself has a fixed size and order, so it works also when
 /// the operations differ.
 void Communicator::check_ranks(const OpInfo& info, uint64_t position) {
   constexpr int64_t kLength = 256;
-  auto text = fmt::format("{} of {} {} elements, unit '{}'", info.operation, info.elements, c10::toString(info.dtype), info.unit);
+  auto text = fmt::format("{} of {} {} elements, unit '{}'", info.operation, info.elements, c10::toString(info.dtype),
+                          info.unit);
   text.resize(kLength, '\0');
   auto mine = at::empty({kLength}, at::kByte);
   std::copy(text.begin(), text.end(), mine.data_ptr<uint8_t>());
@@ -128,9 +130,10 @@ void Communicator::check_ranks(const OpInfo& info, uint64_t position) {
   for (int64_t r = 0; r < size_; ++r) {
     const std::string other(reinterpret_cast<const char*>(all.data_ptr<uint8_t>()) + r * kLength, kLength);
     if (other != text)
-      throw CommError(fmt::format("ranks of mesh axis '{}' submit different collectives: rank {} {}, rank {} {}. All ranks must run "
-                                  "the same units in the same order",
-                                  axes_, rank_, text.c_str(), r, other.c_str()));
+      throw CommError(fmt::format(
+          "ranks of mesh axis '{}' submit different collectives: rank {} {}, rank {} {}. All ranks must run "
+          "the same units in the same order",
+          axes_, rank_, text.c_str(), r, other.c_str()));
   }
 }
 
@@ -200,7 +203,8 @@ Work Communicator::all_to_all(const at::Tensor& out, const at::Tensor& in, Count
   const auto to = filled(in_counts, size_, in.numel(), "all_to_all");
   const auto from = filled(out_counts, size_, out.numel(), "all_to_all");
   if (to[rank_] != from[rank_])
-    throw ValueError(fmt::format("all_to_all: this rank sends itself {} elements and expects {}", to[rank_], from[rank_]));
+    throw ValueError(
+        fmt::format("all_to_all: this rank sends itself {} elements and expects {}", to[rank_], from[rank_]));
   if (size_ == 1) {
     c10::NoGradGuard no_grad;
     copy_unless_same(out, in);

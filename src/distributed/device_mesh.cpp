@@ -25,7 +25,8 @@ struct MeshGrid {
     for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
     int64_t base = 0;
     for (size_t i = 0; i < shape.size(); ++i)
-      if (std::find(axes.begin(), axes.end(), static_cast<int64_t>(i)) == axes.end()) base += coordinates[i] * strides[i];
+      if (std::find(axes.begin(), axes.end(), static_cast<int64_t>(i)) == axes.end())
+        base += coordinates[i] * strides[i];
     std::vector<int64_t> ranks{base};
     for (auto axis : axes) {
       std::vector<int64_t> next;
@@ -102,7 +103,9 @@ Communicator& DeviceMesh::communicator(const MeshAxis& axis, Channel channel) co
   return impl_->grid->communicator({impl_->axes[axis_index(axis)]}, channel);
 }
 
-Communicator& DeviceMesh::communicator_all(Channel channel) const { return impl_->grid->communicator(impl_->axes, channel); }
+Communicator& DeviceMesh::communicator_all(Channel channel) const {
+  return impl_->grid->communicator(impl_->axes, channel);
+}
 
 DeviceMesh DeviceMesh::sub(std::span<const MeshAxis> axes) const {
   auto impl = std::make_shared<Impl>();
@@ -112,8 +115,8 @@ DeviceMesh DeviceMesh::sub(std::span<const MeshAxis> axes) const {
     const auto i = axis_index(axis);
     if (i == last) throw ValueError(fmt::format("mesh axis '{}' is named twice", impl_->names[i]));
     if (i < last)
-      throw ValueError(fmt::format("mesh axis '{}' comes after '{}': list axes in the mesh's order ({})", impl_->names[i],
-                                   impl_->names[last], fmt::join(impl_->names, ", ")));
+      throw ValueError(fmt::format("mesh axis '{}' comes after '{}': list axes in the mesh's order ({})",
+                                   impl_->names[i], impl_->names[last], fmt::join(impl_->names, ", ")));
     last = i;
     impl->axes.push_back(impl_->axes[i]);
     impl->shape.push_back(impl_->shape[i]);
@@ -132,18 +135,22 @@ DeviceMesh init_device_mesh(std::shared_ptr<World> world, std::vector<int64_t> s
   if (names.empty())
     for (size_t i = 0; i < shape.size(); ++i) names.push_back(fmt::format("dim{}", i));
   if (names.size() != shape.size())
-    throw ValueError(fmt::format("init_device_mesh: expected one name per axis ({}), got {}", shape.size(), names.size()));
+    throw ValueError(
+        fmt::format("init_device_mesh: expected one name per axis ({}), got {}", shape.size(), names.size()));
   std::set<std::string> distinct;
   int64_t product = 1;
   for (size_t i = 0; i < shape.size(); ++i) {
     if (names[i].empty()) throw ValueError(fmt::format("init_device_mesh: the name of axis {} is empty", i));
-    if (!distinct.insert(names[i]).second) throw ValueError(fmt::format("init_device_mesh: two axes are named '{}'", names[i]));
-    if (shape[i] < 1) throw ValueError(fmt::format("init_device_mesh: axis '{}' has size {}; expected at least 1", names[i], shape[i]));
-    if (__builtin_mul_overflow(product, shape[i], &product)) throw ValueError("init_device_mesh: the mesh is too large");
+    if (!distinct.insert(names[i]).second)
+      throw ValueError(fmt::format("init_device_mesh: two axes are named '{}'", names[i]));
+    if (shape[i] < 1)
+      throw ValueError(fmt::format("init_device_mesh: axis '{}' has size {}; expected at least 1", names[i], shape[i]));
+    if (__builtin_mul_overflow(product, shape[i], &product))
+      throw ValueError("init_device_mesh: the mesh is too large");
   }
   if (product != world->size())
-    throw ValueError(fmt::format("init_device_mesh: a mesh of {} has {} ranks, the world has {}", fmt::join(shape, " x "), product,
-                                 world->size()));
+    throw ValueError(fmt::format("init_device_mesh: a mesh of {} has {} ranks, the world has {}",
+                                 fmt::join(shape, " x "), product, world->size()));
   auto grid = std::make_shared<MeshGrid>();
   grid->world = std::move(world);
   grid->id = grid->world->next_mesh_id();

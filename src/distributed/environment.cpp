@@ -27,24 +27,27 @@ std::optional<int64_t> find_number(const GetEnv& get, const char* name) {
 bool has_pair(const GetEnv& get, const char* rank, const char* size) {
   const bool a = find_number(get, rank).has_value(), b = find_number(get, size).has_value();
   if (a != b)
-    throw ValueError(fmt::format("environment variable {} is set without {}: set both (as the launcher does) or neither",
-                                 a ? rank : size, a ? size : rank));
+    throw ValueError(
+        fmt::format("environment variable {} is set without {}: set both (as the launcher does) or neither",
+                    a ? rank : size, a ? size : rank));
   return a;
 }
 
 void check(const Launch& l, const char* rank, const char* size) {
   if (l.size < 1) throw ValueError(fmt::format("environment variable {}: expected at least 1, got {}", size, l.size));
   if (l.rank < 0 || l.rank >= l.size)
-    throw ValueError(fmt::format("environment variable {}: expected a rank below {} ({}), got {}", rank, size, l.size, l.rank));
+    throw ValueError(
+        fmt::format("environment variable {}: expected a rank below {} ({}), got {}", rank, size, l.size, l.rank));
 }
 
 void read_master(const GetEnv& get, Launch& l, bool required) {
   const auto host = get("MASTER_ADDR");
   const auto port = find_number(get, "MASTER_PORT");
   if (required && l.size > 1 && (!host || !port))
-    throw ValueError(fmt::format("environment variable {} is missing: torchrun sets it; by hand, set MASTER_ADDR and MASTER_PORT "
-                                 "to the address of rank 0",
-                                 host ? "MASTER_PORT" : "MASTER_ADDR"));
+    throw ValueError(
+        fmt::format("environment variable {} is missing: torchrun sets it; by hand, set MASTER_ADDR and MASTER_PORT "
+                    "to the address of rank 0",
+                    host ? "MASTER_PORT" : "MASTER_ADDR"));
   if (host) l.host = *host;
   if (port) {
     if (*port < 1 || *port > 65535) throw ValueError(fmt::format("MASTER_PORT: expected 1 to 65535, got {}", *port));
@@ -108,9 +111,10 @@ Launch read_environment(const GetEnv& get) {
     read_master(get, l, false);
     if (l.port == 0) {
       if (!l.single_host)
-        throw ValueError(fmt::format("{}={} ranks run on several hosts: set MASTER_ADDR and MASTER_PORT to the address of "
-                                     "rank 0",
-                                     launcher.size, l.size));
+        throw ValueError(
+            fmt::format("{}={} ranks run on several hosts: set MASTER_ADDR and MASTER_PORT to the address of "
+                        "rank 0",
+                        launcher.size, l.size));
       l.port = job_port(get(launcher.job).value_or("fsdp"));
     }
     return l;

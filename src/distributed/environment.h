@@ -12,9 +12,9 @@ struct Launch {
   int64_t rank = 0, size = 1, local_rank = 0;
   std::string host = "127.0.0.1";
   uint16_t port = 0;
-  bool serves_store = false;   ///< this process opens the rendezvous store at host:port
-  bool single_host = true;     ///< all ranks are known to share one host
-  std::string store_prefix;    ///< differs between restarts of one job
+  bool serves_store = false;  ///< this process opens the rendezvous store at host:port
+  bool single_host = true;    ///< all ranks are known to share one host
+  std::string store_prefix;   ///< differs between restarts of one job
 };
 
 using GetEnv = std::function<std::optional<std::string>(const char*)>;

@@ -60,7 +60,8 @@ std::shared_ptr<Communicator> World::communicator(std::span<const int64_t> ranks
                                                   const std::string& axes) {
   const auto me = std::find(ranks.begin(), ranks.end(), impl_->rank);
   if (me == ranks.end())
-    throw ValueError(fmt::format("rank {} is not one of the communicator's ranks {}", impl_->rank, fmt::join(ranks, ", ")));
+    throw ValueError(
+        fmt::format("rank {} is not one of the communicator's ranks {}", impl_->rank, fmt::join(ranks, ", ")));
   if (impl_->aborted) throw CommError(fmt::format("rank {}: the world was aborted", impl_->rank));
   auto comm = detail::make_communicator(
       impl_->backend, {c10::make_intrusive<c10d::PrefixStore>("fsdp/comm/" + key, impl_->store), me - ranks.begin(),
@@ -89,9 +90,11 @@ namespace detail {
 
 void settle_options(World::Impl& impl, WorldOptions options) {
   impl.device = options.device.value_or(c10::Device(c10::kCPU));
-  if (!impl.device.is_cpu()) throw ValueError(fmt::format("device {} is not in this build: use cpu", impl.device.str()));
+  if (!impl.device.is_cpu())
+    throw ValueError(fmt::format("device {} is not in this build: use cpu", impl.device.str()));
   if (options.timeout <= std::chrono::milliseconds(0))
-    throw ValueError(fmt::format("WorldOptions::timeout: expected a positive time, got {} ms", options.timeout.count()));
+    throw ValueError(
+        fmt::format("WorldOptions::timeout: expected a positive time, got {} ms", options.timeout.count()));
   impl.backend = resolve_backend(options.backend, impl.device);
   impl.options = std::move(options);
 }
@@ -123,9 +126,9 @@ std::shared_ptr<World> init_world(WorldOptions options) {
       impl->store = c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix,
                                                            c10::make_intrusive<c10d::TCPStore>(launch.host, store));
     } catch (const std::exception& e) {
-      throw CommError(fmt::format("rank {} of {} could not {} the rendezvous store at {}:{} within {} ms: {}", launch.rank,
-                                  launch.size, launch.serves_store ? "open" : "reach", launch.host, launch.port, timeout.count(),
-                                  e.what()));
+      throw CommError(fmt::format("rank {} of {} could not {} the rendezvous store at {}:{} within {} ms: {}",
+                                  launch.rank, launch.size, launch.serves_store ? "open" : "reach", launch.host,
+                                  launch.port, timeout.count(), e.what()));
     }
   }
   impl->store->setTimeout(timeout);

@@ -44,10 +44,11 @@ at::Tensor gather(Communicator& comm, const at::Tensor& mine) {
     for (size_t i = 0; i < std::max(first.size(), other.size()); ++i) {
       const auto a = i < first.size() ? first[i] : "(nothing)", b = i < other.size() ? other[i] : "(nothing)";
       if (a != b)
-        throw StateError(fmt::format("ranks of mesh axis '{}' built different models; the first difference: rank 0 has {}, "
-                                     "rank {} has {}. Build the model, seed and load it the same on every rank before "
-                                     "fully_shard",
-                                     comm.axes(), a, rank, b));
+        throw StateError(
+            fmt::format("ranks of mesh axis '{}' built different models; the first difference: rank 0 has {}, "
+                        "rank {} has {}. Build the model, seed and load it the same on every rank before "
+                        "fully_shard",
+                        comm.axes(), a, rank, b));
     }
   }
   throw StateError(fmt::format("ranks of mesh axis '{}' built different models", comm.axes()));

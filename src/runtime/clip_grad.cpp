@@ -28,9 +28,10 @@ struct Share {
 
 void refuse_unreduced(const at::Tensor& gradient, const Unit* unit, const char* call) {
   if (detail::has_hook_key(gradient))
-    throw StateError(fmt::format("{}: a gradient of unit '{}' is not reduced; run the last backward of the step in "
-                                 "microbatch(ctx, true), and finish_grad_sync() where the caller manages it",
-                                 call, unit ? unit->display_name() : "?"));
+    throw StateError(
+        fmt::format("{}: a gradient of unit '{}' is not reduced; run the last backward of the step in "
+                    "microbatch(ctx, true), and finish_grad_sync() where the caller manages it",
+                    call, unit ? unit->display_name() : "?"));
 }
 
 /// The optimizer placement of a unit's parameter says which axes its gradient is spread over.
@@ -41,7 +42,8 @@ std::vector<int64_t> sharded_axes(const Unit& unit, const c10::TensorImpl* handl
     if (std::none_of(handles.begin(), handles.end(), [&](const auto& h) { return h.address() == handle; })) continue;
     const auto& placements = group->main_weight().placements();
     for (size_t i = 0; i < placements.size(); ++i)
-      if (is_sharded(placements[i]) && group->mesh().size(static_cast<int64_t>(i)) > 1) axes.push_back(static_cast<int64_t>(i));
+      if (is_sharded(placements[i]) && group->mesh().size(static_cast<int64_t>(i)) > 1)
+        axes.push_back(static_cast<int64_t>(i));
   }
   return axes;
 }
@@ -72,7 +74,8 @@ std::vector<Share> share_out(at::TensorList parameters) {
 
 at::Tensor clip_grad_norm_(at::TensorList parameters, double max_norm, double norm_type, bool error_if_nonfinite) {
   if (!(max_norm > 0)) throw ValueError(fmt::format("clip_grad_norm_: expected a positive max_norm, got {}", max_norm));
-  if (!(norm_type > 0)) throw ValueError(fmt::format("clip_grad_norm_: expected a positive norm_type, got {}", norm_type));
+  if (!(norm_type > 0))
+    throw ValueError(fmt::format("clip_grad_norm_: expected a positive norm_type, got {}", norm_type));
   detail::Unhooked unhooked;
   c10::NoGradGuard no_grad;
   auto shares = share_out(parameters);
@@ -93,12 +96,15 @@ at::Tensor clip_grad_norm_(at::TensorList parameters, double max_norm, double no
         mine.add_(norm.pow(norm_type));
     }
     for (auto axis : share.sharded_axes)
-      share.mesh->communicator(axis, Channel::kReduce).all_reduce(mine, maximum ? ReduceOp::kMax : ReduceOp::kSum).wait();
+      share.mesh->communicator(axis, Channel::kReduce)
+          .all_reduce(mine, maximum ? ReduceOp::kMax : ReduceOp::kSum)
+          .wait();
     total = maximum ? total.maximum(mine) : total.add_(mine);
   }
   auto norm = (maximum ? total : total.pow(1.0 / norm_type)).squeeze(0);
   if (error_if_nonfinite && !std::isfinite(norm.item<double>()))
-    throw StateError(fmt::format("clip_grad_norm_: the norm of the gradients is {}; no gradient was scaled", norm.item<double>()));
+    throw StateError(
+        fmt::format("clip_grad_norm_: the norm of the gradients is {}; no gradient was scaled", norm.item<double>()));
   auto factor = (max_norm / (norm + 1e-6)).clamp_max(1.0);
   for (auto& share : shares)
     for (auto& g : share.gradients) g.mul_(factor);

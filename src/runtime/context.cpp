@@ -17,17 +17,14 @@ FsdpContext*& active_context() {
 }
 
 ContextState::ContextState(c10::Device d, RuntimePolicy p, OwnerMap o, PrefetchOrder order)
-    : device(d),
-      policy(p),
-      owners(std::move(o)),
-      prefetch_order(order),
-      pool(std::make_shared<StoragePool>(d)) {}
+    : device(d), policy(p), owners(std::move(o)), prefetch_order(order), pool(std::make_shared<StoragePool>(d)) {}
 
 void ContextState::require_finalized(const char* what) const {
   if (!finalized)
-    throw StateError(fmt::format("{} needs a finalized context: leave the fully_shard_context scope without an exception, "
-                                 "or call FsdpContext::finalize()",
-                                 what));
+    throw StateError(
+        fmt::format("{} needs a finalized context: leave the fully_shard_context scope without an exception, "
+                    "or call FsdpContext::finalize()",
+                    what));
 }
 
 void ContextState::forget(Unit* unit) {

@@ -49,13 +49,13 @@ struct ContextState : std::enable_shared_from_this<ContextState> {
   int forward_scopes = 0;
   std::vector<Unit*> registered;  // in order of construction
   std::vector<Unit*> roots, forward, backward;
-  std::vector<Unit*> reduction;   // static order of reductions: each unit after the units inside it
+  std::vector<Unit*> reduction;  // static order of reductions: each unit after the units inside it
 
   std::vector<Unit*> operator_forwards;  // forwards begun by operators, outermost first
   std::optional<BackwardPass> pass;
   std::vector<Unit*> previous_expected;
-  Gradients* reducing = nullptr;        // the reduction that is under way: at most one, so that memory stays bounded
-  std::weak_ptr<Unit> reducing_unit;    // owner of it
+  Gradients* reducing = nullptr;      // the reduction that is under way: at most one, so that memory stays bounded
+  std::weak_ptr<Unit> reducing_unit;  // owner of it
   std::vector<std::weak_ptr<Unit>> unfinished;  // caller-managed sync: gradients that finish_grad_sync() makes readable
   std::vector<Unit*> recorded_forward, recorded_backward;  // PrefetchOrder::kRecorded
   std::vector<Unit*> recording_forward, recording_backward;

@@ -18,7 +18,8 @@ std::shared_ptr<const GlobalLayout> plan_layout(const DeviceMesh& mesh, const st
   for (const auto& p : placements) {
     if (const auto* b = std::get_if<BlockAtomic>(&p)) block = b->block_size;
     if (std::holds_alternative<TensorAtomic>(p))
-      throw ValueError("TensorAtomic needs an owner per tensor: plan with build_tensor_atomic_layout and pass the layout");
+      throw ValueError(
+          "TensorAtomic needs an owner per tensor: plan with build_tensor_atomic_layout and pass the layout");
   }
   return std::make_shared<const GlobalLayout>(build_row_atomic_layout(shapes, mesh.size(), block, kind));
 }
@@ -27,19 +28,21 @@ const DeviceMesh& checked(const DeviceMesh& mesh, const std::vector<Placement>& 
                           const GlobalLayout* layout = nullptr) {
   detail::check_buffer_placements(mesh, placements);
   if (layout && layout->num_segments() != mesh.size())
-    throw ValueError(fmt::format("expected a layout of one segment per rank of the mesh ({}), got {} segments", mesh.size(),
-                                 layout->num_segments()));
+    throw ValueError(fmt::format("expected a layout of one segment per rank of the mesh ({}), got {} segments",
+                                 mesh.size(), layout->num_segments()));
   return mesh;
 }
 
 template <class T>
 void expect_equal(const char* field, const T& expected, const T& got) {
-  if (!(expected == got)) throw ValueError(fmt::format("the destination's {} differs: expected {}, got {}", field, expected, got));
+  if (!(expected == got))
+    throw ValueError(fmt::format("the destination's {} differs: expected {}, got {}", field, expected, got));
 }
 
 std::string text(const DeviceMesh& mesh) {
   std::string s;
-  for (int64_t i = 0; i < mesh.ndim(); ++i) s += fmt::format("{}{}={}", i ? ", " : "", mesh.axis_names()[i], mesh.shape()[i]);
+  for (int64_t i = 0; i < mesh.ndim(); ++i)
+    s += fmt::format("{}{}={}", i ? ", " : "", mesh.axis_names()[i], mesh.shape()[i]);
   return "mesh(" + s + ")";
 }
 
@@ -82,9 +85,9 @@ DBuffer DBuffer::wrap(at::Tensor local, DeviceMesh mesh, std::vector<Placement> 
   checked(mesh, placements, layout.get());
   auto range = detail::local_range(mesh, placements, *layout);
   if (local.dim() != 1 || !local.is_contiguous() || local.numel() != range.size())
-    throw ValueError(fmt::format("expected a flat contiguous tensor of {} elements to wrap, got {} dimensions, {} elements, {}",
-                                 range.size(), local.dim(), local.numel(),
-                                 local.is_contiguous() ? "contiguous" : "not contiguous"));
+    throw ValueError(
+        fmt::format("expected a flat contiguous tensor of {} elements to wrap, got {} dimensions, {} elements, {}",
+                    range.size(), local.dim(), local.numel(), local.is_contiguous() ? "contiguous" : "not contiguous"));
   if (local.device() != mesh.device())
     throw ValueError(fmt::format("expected a tensor on the mesh's device {} to wrap, got {}", mesh.device().str(),
                                  local.device().str()));
@@ -111,11 +114,14 @@ DBuffer DBuffer::distribute_tensors(at::TensorList full, DeviceMesh mesh, std::v
   return buffer;
 }
 
-GlobalLayout::Rows DBuffer::local_rows(int64_t index) const { return layout_->rows_in(index, range_.begin, range_.end); }
+GlobalLayout::Rows DBuffer::local_rows(int64_t index) const {
+  return layout_->rows_in(index, range_.begin, range_.end);
+}
 
 at::Tensor DBuffer::local_tensor(int64_t index) const {
   if (index < 0 || index >= layout_->num_tensors())
-    throw ValueError(fmt::format("tensor index {} is out of range: the buffer has {} tensors", index, layout_->num_tensors()));
+    throw ValueError(
+        fmt::format("tensor index {} is out of range: the buffer has {} tensors", index, layout_->num_tensors()));
   auto sizes = layout_->tensor_shapes[index];
   auto rows = local_rows(index);
   sizes[0] = rows.end - rows.begin;

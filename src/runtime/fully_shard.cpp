@@ -70,16 +70,17 @@ bool has_no_forward(const torch::nn::Module& m) {
 void check_owners(const OwnerMap& owners, const std::vector<ParameterInfo>& group, const DeviceMesh& mesh,
                   std::vector<int64_t>& result) {
   if (mesh.ndim() != 1)
-    throw ValueError(fmt::format("TensorAtomic places whole tensors on the ranks of one axis; the unit has {} data-parallel axes",
-                                 mesh.ndim()));
+    throw ValueError(fmt::format(
+        "TensorAtomic places whole tensors on the ranks of one axis; the unit has {} data-parallel axes", mesh.ndim()));
   for (const auto& p : group) {
     auto it = owners.find(p.tensor.unsafeGetTensorImpl());
     if (it == owners.end())
-      throw ValueError(fmt::format("parameter '{}' has no entry in the context's parameter_to_owner, which TensorAtomic needs",
-                                   p.names.front()));
+      throw ValueError(
+          fmt::format("parameter '{}' has no entry in the context's parameter_to_owner, which TensorAtomic needs",
+                      p.names.front()));
     if (it->second < 0 || it->second >= mesh.size())
-      throw ValueError(fmt::format("parameter '{}': owner {} is out of range; the axis has {} ranks", p.names.front(), it->second,
-                                   mesh.size()));
+      throw ValueError(fmt::format("parameter '{}': owner {} is out of range; the axis has {} ranks", p.names.front(),
+                                   it->second, mesh.size()));
     result.push_back(it->second);
   }
 }
@@ -120,22 +121,26 @@ void initialise_meta(Group& group, const std::vector<ParameterInfo>& parameters,
 void check_arguments(const torch::nn::Module& module, const DeviceMesh& mesh, const MixedPrecisionPolicy& precision,
                      double grad_scale, const SchedulePolicy& schedule, const ContextState& context) {
   if (auto* unit = get_fsdp_module(module))
-    throw ValueError(fmt::format("fully_shard: module '{}' is a unit already ('{}')", module.name(), unit_of(*unit).display_name()));
+    throw ValueError(
+        fmt::format("fully_shard: module '{}' is a unit already ('{}')", module.name(), unit_of(*unit).display_name()));
   precision.validate();
   schedule.validate();
   if (!(grad_scale > 0) || !std::isfinite(grad_scale))
     throw ValueError(fmt::format("fully_shard: expected a positive, finite grad_scale, got {}", grad_scale));
   if (mesh.device() != context.device)
-    throw ValueError(fmt::format("fully_shard: the mesh is on device {}, the context on {}", mesh.device().str(), context.device.str()));
+    throw ValueError(fmt::format("fully_shard: the mesh is on device {}, the context on {}", mesh.device().str(),
+                                 context.device.str()));
   if (has_no_forward(module))
-    throw ValueError(fmt::format("fully_shard: '{}' is a container without a forward of its own, so nothing would gather its "
-                                 "parameters; shard its children, or the module that uses them",
-                                 module.name()));
+    throw ValueError(
+        fmt::format("fully_shard: '{}' is a container without a forward of its own, so nothing would gather its "
+                    "parameters; shard its children, or the module that uses them",
+                    module.name()));
   const bool hooked = dynamic_cast<const HookSlot*>(&module) != nullptr;
   if (schedule.hooks == ExecutionHooks::kModule && !hooked)
-    throw ValueError(fmt::format("fully_shard: '{}' has no module hooks; declare it with FSDP_MODULE, or use "
-                                 "ExecutionHooks::kAuto or kOperator",
-                                 module.name()));
+    throw ValueError(
+        fmt::format("fully_shard: '{}' has no module hooks; declare it with FSDP_MODULE, or use "
+                    "ExecutionHooks::kAuto or kOperator",
+                    module.name()));
 }
 
 }  // namespace
@@ -153,7 +158,8 @@ FsdpModule& fully_shard(torch::nn::Module& module, const DeviceMesh& mesh, const
   // ---- everything that can be refused, before anything changes
   auto* active = active_context();
   if (!active)
-    throw StateError("fully_shard: no context is active on this thread; open auto scope = fsdp::fully_shard_context(ctx)");
+    throw StateError(
+        "fully_shard: no context is active on this thread; open auto scope = fsdp::fully_shard_context(ctx)");
   auto context = active->state();
   if (context->finalized) throw StateError("fully_shard: the context is finalized; no unit can join it any more");
   placements.validate();
@@ -189,8 +195,8 @@ FsdpModule& fully_shard(torch::nn::Module& module, const DeviceMesh& mesh, const
                                p.tensor.is_meta() ? "" : fmt::format(" initialised to {:016x}", hash_values(p.tensor)));
     initialise_meta(*group, parameters, init, signature);
     signature += fmt::format("  placements {} {} {}, grad_scale {}, {} {}\n", to_string(std::span(options.parameter)),
-                             to_string(std::span(options.gradient)), to_string(std::span(options.optimizer)), grad_scale,
-                             c10::toString(group->main_dtype()), c10::toString(group->compute_dtype()));
+                             to_string(std::span(options.gradient)), to_string(std::span(options.optimizer)),
+                             grad_scale, c10::toString(group->main_dtype()), c10::toString(group->compute_dtype()));
     unit->groups.push_back(std::move(group));
   }
   unit->signature = std::move(signature);
@@ -202,7 +208,8 @@ FsdpModule& fully_shard(torch::nn::Module& module, const DeviceMesh& mesh, const
     auto& group = *unit->groups[g];
     unit->group_views.push_back(&group.view());
     if (auto* gradients = group.gradients()) gradients->register_unit(unit);
-    registry::add_storage(group.main_weight().local_buffer().storage().unsafeGetStorageImpl(), unit, Managed::Kind::kMainStorage);
+    registry::add_storage(group.main_weight().local_buffer().storage().unsafeGetStorageImpl(), unit,
+                          Managed::Kind::kMainStorage);
     registry::add_storage(group.full_storage().unsafeGetStorageImpl(), unit, Managed::Kind::kFullStorage);
     for (size_t i = 0; i < group.handles().size(); ++i) {
       const auto& tensor = ownership.groups[g][i].tensor;

@@ -80,7 +80,8 @@ at::Tensor Gradients::rows(const at::Tensor& flat, const ElementRange& range, si
 void Gradients::zero_gaps(const at::Tensor& flat) const {
   std::vector<std::pair<int64_t, int64_t>> used;
   for (int64_t i = 0; i < layout_->num_tensors(); ++i)
-    if (layout_->numel(i) > 0) used.emplace_back(layout_->tensor_to_offset[i], layout_->tensor_to_offset[i] + layout_->numel(i));
+    if (layout_->numel(i) > 0)
+      used.emplace_back(layout_->tensor_to_offset[i], layout_->tensor_to_offset[i] + layout_->numel(i));
   std::sort(used.begin(), used.end());
   int64_t at = 0;
   for (auto [begin, end] : used) {
@@ -114,9 +115,10 @@ void Gradients::absorb_resting() {
       auto mine = rows(main_.local_buffer(), main_.range(), i);
       if (grad.data_ptr() != mine.data_ptr() || grad.sizes() != mine.sizes()) {
         if (grad.sizes() != mine.sizes())
-          throw StateError(fmt::format("unit '{}': the gradient put on parameter '{}' has {} elements, its shard has {}: "
-                                       "gradients at rest have the resting parameter's shape",
-                                       unit_, names_[i], grad.numel(), mine.numel()));
+          throw StateError(
+              fmt::format("unit '{}': the gradient put on parameter '{}' has {} elements, its shard has {}: "
+                          "gradients at rest have the resting parameter's shape",
+                          unit_, names_[i], grad.numel(), mine.numel()));
         mine.copy_(grad);
       }
       base_[i] = true;
@@ -134,9 +136,10 @@ FullGradients Gradients::take_full() {
     if (!handle.defined() || !handle.grad().defined()) continue;
     auto& grad = handle.mutable_grad();
     if (grad.sizes() != at::IntArrayRef(shapes_[i].sizes))
-      throw StateError(fmt::format("unit '{}': backward left a gradient of {} elements on parameter '{}' of {} elements; was "
-                                   "the parameter used outside the unit's forward and backward?",
-                                   unit_, grad.numel(), names_[i], layout_->numel(static_cast<int64_t>(i))));
+      throw StateError(
+          fmt::format("unit '{}': backward left a gradient of {} elements on parameter '{}' of {} elements; was "
+                      "the parameter used outside the unit's forward and backward?",
+                      unit_, grad.numel(), names_[i], layout_->numel(static_cast<int64_t>(i))));
     full[i] = grad.is_sparse() ? grad.to_dense() : std::move(grad);
     grad = at::Tensor();
   }

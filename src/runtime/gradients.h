@@ -95,9 +95,9 @@ class Gradients {
   ElementRange whole_, accumulated_range_;
   bool shared_;  // accumulator and main_grad are one memory
   DBuffer main_;
-  PooledTensor separate_;       // the accumulator when it is not main_grad; empty between steps
-  std::vector<bool> base_;     // main_grad holds a reduced gradient of this parameter
-  std::vector<bool> pending_;  // the accumulator holds unreduced contributions to it
+  PooledTensor separate_;              // the accumulator when it is not main_grad; empty between steps
+  std::vector<bool> base_;             // main_grad holds a reduced gradient of this parameter
+  std::vector<bool> pending_;          // the accumulator holds unreduced contributions to it
   std::vector<at::Tensor> installed_;  // what install() put on the handles
   std::vector<bool> refuses_;          // of these, the ones that refuse to be read
 

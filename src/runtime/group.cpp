@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 namespace fsdp::detail {
 namespace {
@@ -72,8 +73,8 @@ Group::Group(const GroupOptions& o, const std::vector<ParameterInfo>& parameters
       full_plan_(mesh_, o.optimizer, replicated(mesh_)),
       aliased_(false),
       direct_(local_range(mesh_, o.parameter, *layout_) == ElementRange{0, layout_->size}),
-      main_(DBuffer::wrap(drained_tensor(local_range(mesh_, o.optimizer, *layout_).size(), at::kFloat, mesh_.device()), mesh_,
-                          o.optimizer, layout_)),
+      main_(DBuffer::wrap(drained_tensor(local_range(mesh_, o.optimizer, *layout_).size(), at::kFloat, mesh_.device()),
+                          mesh_, o.optimizer, layout_)),
       model_(main_),
       view_(*this) {
   Unhooked unhooked;
@@ -105,9 +106,9 @@ Group::Group(const GroupOptions& o, const std::vector<ParameterInfo>& parameters
   for (size_t i = 0; i < shapes_.size(); ++i) {
     const auto k = static_cast<int64_t>(i);
     const auto r = main_.local_rows(k);
-    rest_views_.push_back(shapes_[i].view(main_.local_buffer(),
-                                          layout_->tensor_to_offset[i] + r.begin * layout_->row_size(k) - main_range.begin,
-                                          r.end - r.begin));
+    rest_views_.push_back(shapes_[i].view(
+        main_.local_buffer(), layout_->tensor_to_offset[i] + r.begin * layout_->row_size(k) - main_range.begin,
+        r.end - r.begin));
     full_views_.push_back(shapes_[i].whole(full_, layout_->tensor_to_offset[i]));
     add_hook_key(rest_views_.back());
     add_hook_key(full_views_.back());
@@ -232,9 +233,10 @@ const at::Tensor& Group::shown(size_t i) const {
 
 void Group::check_handles(const std::string& unit) const {
   auto fail = [&](size_t i, const std::string& what) {
-    throw StateError(fmt::format("unit '{}': parameter '{}' {} after fully_shard; load, convert and move the model before "
-                                 "sharding it, or write into the parameters in place",
-                                 unit, names_[i], what));
+    throw StateError(
+        fmt::format("unit '{}': parameter '{}' {} after fully_shard; load, convert and move the model before "
+                    "sharding it, or write into the parameters in place",
+                    unit, names_[i], what));
   };
   for (size_t i = 0; i < handles_.size(); ++i) {
     auto handle = handles_[i].lock();
@@ -247,10 +249,13 @@ void Group::check_handles(const std::string& unit) const {
     }
     const auto& view = shown(i);
     if (handle.scalar_type() != view.scalar_type())
-      fail(i, fmt::format("was converted from {} to {}", c10::toString(view.scalar_type()), c10::toString(handle.scalar_type())));
+      fail(i, fmt::format("was converted from {} to {}", c10::toString(view.scalar_type()),
+                          c10::toString(handle.scalar_type())));
     if (handle.device() != view.device())
       fail(i, fmt::format("was moved from {} to {}", view.device().str(), handle.device().str()));
-    if (handle.sizes() != view.sizes()) fail(i, "was resized");
+    if (handle.sizes() != view.sizes())
+      fail(i, fmt::format("was resized from [{}] to [{}]", fmt::join(view.sizes(), ", "),
+                          fmt::join(handle.sizes(), ", ")));
     if (!handle.storage().is_alias_of(view.storage())) fail(i, "was given other storage");
     if (handle.requires_grad() != requires_grad_)
       fail(i, fmt::format("had requires_grad set to {}", handle.requires_grad() ? "true" : "false"));
@@ -304,11 +309,12 @@ int64_t Group::persistent_bytes() const {
 }
 
 std::string Group::describe() const {
-  auto text = fmt::format("group of {} parameters, {}, {} elements + {} padding\n", handles_.size(),
-                          requires_grad_ ? "trainable" : "frozen", layout_->payload(), layout_->size - layout_->payload());
+  auto text =
+      fmt::format("group of {} parameters, {}, {} elements + {} padding\n", handles_.size(),
+                  requires_grad_ ? "trainable" : "frozen", layout_->payload(), layout_->size - layout_->payload());
   text += fmt::format(" weights: optimizer {} {}, compute {} {}{}\n", to_string(std::span(main_.placements())),
-                      c10::toString(main_.dtype()), to_string(std::span(model_.placements())), c10::toString(model_.dtype()),
-                      aliased_ ? " (one memory)" : "");
+                      c10::toString(main_.dtype()), to_string(std::span(model_.placements())),
+                      c10::toString(model_.dtype()), aliased_ ? " (one memory)" : "");
   text += " first forward after a step:\n";
   text += detail::describe(refresh_plan_, mesh_, main_.placements(), *layout_, model_.dtype());
   text += " each forward and each backward:\n";

@@ -20,7 +20,7 @@ namespace fsdp::detail {
 
 /// What the groups of one unit have in common.
 struct GroupOptions {
-  DeviceMesh mesh;  // data-parallel axes only
+  DeviceMesh mesh;                                        // data-parallel axes only
   std::vector<Placement> parameter, gradient, optimizer;  // buffers' kinds of placement
   MixedPrecisionPolicy precision;
   double grad_scale = 1.0;

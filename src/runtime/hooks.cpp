@@ -60,8 +60,9 @@ void refuse_save(const torch::nn::Module& module) {
 }
 
 void refuse_load(const torch::nn::Module& module) {
-  refuse(module, "torch::load", "would replace the shards",
-         "load before fully_shard, or copy into the parameters inside fsdp::FullParameters(module, /*write_back=*/true)");
+  refuse(
+      module, "torch::load", "would replace the shards",
+      "load before fully_shard, or copy into the parameters inside fsdp::FullParameters(module, /*write_back=*/true)");
 }
 
 void refuse_clone(const torch::nn::Module& module) {

@@ -36,25 +36,54 @@ void visit(const c10::IValue& value, const std::function<void(const at::Tensor&)
 /// Operators that compute a layer's output. No optimizer or logger applies them to a parameter, so under no_grad in
 /// training mode, where a resting parameter otherwise reads as its shard, they are a forward that was not announced.
 bool is_layer_operator(const c10::OperatorHandle& op) {
-  static const std::unordered_set<std::string_view> kNames = {
-      "aten::linear",      "aten::matmul",         "aten::mm",          "aten::addmm",
-      "aten::bmm",         "aten::baddbmm",        "aten::mv",          "aten::addmv",
-      "aten::t",           "aten::bilinear",       "aten::embedding",   "aten::embedding_bag",
-      "aten::conv1d",      "aten::conv2d",         "aten::conv3d",      "aten::convolution",
-      "aten::conv_transpose1d", "aten::conv_transpose2d", "aten::conv_transpose3d", "aten::conv_tbc",
-      "aten::layer_norm",  "aten::native_layer_norm", "aten::batch_norm", "aten::group_norm",
-      "aten::instance_norm", "aten::rms_norm",     "aten::prelu",       "aten::lstm",
-      "aten::gru",         "aten::rnn_tanh",       "aten::rnn_relu",    "aten::lstm_cell",
-      "aten::gru_cell",    "aten::rnn_tanh_cell",  "aten::rnn_relu_cell", "aten::scaled_dot_product_attention",
-      "aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd", "aten::einsum"};
+  static const std::unordered_set<std::string_view> kNames = {"aten::linear",
+                                                              "aten::matmul",
+                                                              "aten::mm",
+                                                              "aten::addmm",
+                                                              "aten::bmm",
+                                                              "aten::baddbmm",
+                                                              "aten::mv",
+                                                              "aten::addmv",
+                                                              "aten::t",
+                                                              "aten::bilinear",
+                                                              "aten::embedding",
+                                                              "aten::embedding_bag",
+                                                              "aten::conv1d",
+                                                              "aten::conv2d",
+                                                              "aten::conv3d",
+                                                              "aten::convolution",
+                                                              "aten::conv_transpose1d",
+                                                              "aten::conv_transpose2d",
+                                                              "aten::conv_transpose3d",
+                                                              "aten::conv_tbc",
+                                                              "aten::layer_norm",
+                                                              "aten::native_layer_norm",
+                                                              "aten::batch_norm",
+                                                              "aten::group_norm",
+                                                              "aten::instance_norm",
+                                                              "aten::rms_norm",
+                                                              "aten::prelu",
+                                                              "aten::lstm",
+                                                              "aten::gru",
+                                                              "aten::rnn_tanh",
+                                                              "aten::rnn_relu",
+                                                              "aten::lstm_cell",
+                                                              "aten::gru_cell",
+                                                              "aten::rnn_tanh_cell",
+                                                              "aten::rnn_relu_cell",
+                                                              "aten::scaled_dot_product_attention",
+                                                              "aten::_native_multi_head_attention",
+                                                              "aten::_transformer_encoder_layer_fwd",
+                                                              "aten::einsum"};
   return kNames.contains(op.schema().name());
 }
 
 /// Operators that look at or change what a handle is, not at its values.
 bool is_metadata_operator(const c10::OperatorHandle& op) {
-  static const std::unordered_set<std::string_view> kNames = {"aten::set_data",  "aten::data",        "aten::is_leaf",
-                                                              "aten::output_nr", "aten::_version",    "aten::requires_grad_",
-                                                              "aten::retain_grad", "aten::retains_grad"};
+  static const std::unordered_set<std::string_view> kNames = {
+      "aten::set_data",    "aten::data",         "aten::is_leaf",
+      "aten::output_nr",   "aten::_version",     "aten::requires_grad_",
+      "aten::retain_grad", "aten::retains_grad", "aten::_has_compatible_shallow_copy_type"};
   return kNames.contains(op.schema().name());
 }
 
@@ -91,24 +120,26 @@ bool gather_for(const Use& use, const c10::OperatorHandle& op) {
   }
   if (use.by_storage) {
     // A view of full weights that outlived its forward. Weights that are always whole need nothing.
-    const bool released = std::any_of(unit.groups.begin(), unit.groups.end(),
-                                      [](const auto& g) { return g->full_elements() > 0 && g->full_storage().nbytes() == 0; });
+    const bool released = std::any_of(unit.groups.begin(), unit.groups.end(), [](const auto& g) {
+      return g->full_elements() > 0 && g->full_storage().nbytes() == 0;
+    });
     if (!released) return false;
   }
   const auto hooks = unit.schedule.hooks;
   const bool automatic = hooks == ExecutionHooks::kAuto || hooks == ExecutionHooks::kOperator;
   const bool acts = grad || !module_training(unit) || context.forward_scopes > 0;
   if (acts && !automatic && !unit.held)
-    throw StateError(fmt::format("unit '{}': operator {} uses its parameters outside its forward, and its hooks are {}; call "
-                                 "{}, or shard it with ExecutionHooks::kAuto",
-                                 unit.display_name(), op.schema().name(),
-                                 hooks == ExecutionHooks::kModule ? "kModule" : "kManual",
-                                 hooks == ExecutionHooks::kModule ? "the module's forward" : "pre_forward() first"));
+    throw StateError(
+        fmt::format("unit '{}': operator {} uses its parameters outside its forward, and its hooks are {}; call "
+                    "{}, or shard it with ExecutionHooks::kAuto",
+                    unit.display_name(), op.schema().name(), hooks == ExecutionHooks::kModule ? "kModule" : "kManual",
+                    hooks == ExecutionHooks::kModule ? "the module's forward" : "pre_forward() first"));
   if (!acts) {
     if (!is_layer_operator(op)) return false;  // reads the shard
-    throw StateError(fmt::format("unit '{}': {} on its resting parameters under no_grad in training mode would compute with "
-                                 "this rank's shard; call eval(), open fsdp::forward_scope(ctx), or use FullParameters",
-                                 unit.display_name(), op.schema().name()));
+    throw StateError(
+        fmt::format("unit '{}': {} on its resting parameters under no_grad in training mode would compute with "
+                    "this rank's shard; call eval(), open fsdp::forward_scope(ctx), or use FullParameters",
+                    unit.display_name(), op.schema().name()));
   }
   if (!automatic) return false;
   unit.begin_forward(true);
@@ -131,10 +162,11 @@ at::Tensor on_unreduced_gradient(const c10::OperatorHandle& op, const at::Tensor
     gradient.unsafeGetTensorImpl()->shallow_copy_from(zeros.getIntrusivePtr());
     return gradient;
   }
-  throw StateError(fmt::format("unit '{}': {} reads a gradient that is not reduced: the last backward ran in "
-                               "microbatch(ctx, false), or finish_grad_sync() is due. Run the last microbatch of a step in "
-                               "microbatch(ctx, true) before the optimizer, or clear the gradients",
-                               unit ? unit->display_name() : "?", name));
+  throw StateError(
+      fmt::format("unit '{}': {} reads a gradient that is not reduced: the last backward ran in "
+                  "microbatch(ctx, false), or finish_grad_sync() is due. Run the last microbatch of a step in "
+                  "microbatch(ctx, true) before the optimizer, or clear the gradients",
+                  unit ? unit->display_name() : "?", name));
 }
 
 void enter_operator(const c10::OperatorHandle& op, Stack* stack) {

@@ -72,26 +72,29 @@ class Collector {
 
   void check_context(const Unit& unit, const std::string& where) const {
     if (unit.context_state.get() != &context_)
-      throw ValueError(fmt::format("fully_shard: '{}' belongs to unit '{}' of another context; shard a model's units in one "
-                                   "context",
-                                   where, unit.display_name()));
+      throw ValueError(
+          fmt::format("fully_shard: '{}' belongs to unit '{}' of another context; shard a model's units in one "
+                      "context",
+                      where, unit.display_name()));
   }
 
   static void check(const std::string& name, const at::Tensor& t) {
     const auto type = t.scalar_type();
     if (type != at::kFloat && type != at::kDouble && type != at::kHalf && type != at::kBFloat16)
-      throw ValueError(fmt::format("fully_shard: parameter '{}' {} has dtype {}; expected float64, float32, bfloat16 or "
-                                   "float16. Register it as a buffer, or keep it outside the sharded module",
-                                   name, shape_text(t), c10::toString(type)));
+      throw ValueError(
+          fmt::format("fully_shard: parameter '{}' {} has dtype {}; expected float64, float32, bfloat16 or "
+                      "float16. Register it as a buffer, or keep it outside the sharded module",
+                      name, shape_text(t), c10::toString(type)));
     if (t.layout() != at::kStrided)
       throw ValueError(fmt::format("fully_shard: parameter '{}' {} is not a dense tensor", name, shape_text(t)));
     if (!t.is_leaf())
-      throw ValueError(fmt::format("fully_shard: parameter '{}' {} is the result of an operation, not a leaf; register its "
-                                   "detached value instead",
-                                   name, shape_text(t)));
+      throw ValueError(
+          fmt::format("fully_shard: parameter '{}' {} is the result of an operation, not a leaf; register its "
+                      "detached value instead",
+                      name, shape_text(t)));
     if (t.grad().defined())
-      throw ValueError(fmt::format("fully_shard: parameter '{}' {} already has a gradient; clear it (zero_grad) first", name,
-                                   shape_text(t)));
+      throw ValueError(fmt::format("fully_shard: parameter '{}' {} already has a gradient; clear it (zero_grad) first",
+                                   name, shape_text(t)));
   }
 
   const ContextState& context_;

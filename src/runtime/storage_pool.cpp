@@ -46,7 +46,8 @@ at::Tensor drained_tensor(int64_t elements, at::ScalarType dtype, c10::Device de
   return tensor;
 }
 
-PooledTensor::PooledTensor(std::shared_ptr<StoragePool> pool, int64_t elements, at::ScalarType dtype, c10::Device device)
+PooledTensor::PooledTensor(std::shared_ptr<StoragePool> pool, int64_t elements, at::ScalarType dtype,
+                           c10::Device device)
     : pool_(std::move(pool)), tensor_(drained_tensor(elements, dtype, device)) {
   if (elements > 0) pool_->fill(tensor_.storage(), static_cast<size_t>(elements) * tensor_.element_size());
 }

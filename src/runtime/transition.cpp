@@ -37,8 +37,8 @@ ElementRange elements(const GlobalLayout& layout, const Segments& s) {
 std::string axis_name(const DeviceMesh& mesh, int64_t axis) { return mesh.axis_names()[axis]; }
 
 /// Elements of each rank of `axis` when `placements` shards it.
-std::vector<int64_t> counts(const DeviceMesh& mesh, const std::vector<Placement>& placements, const GlobalLayout& layout,
-                            int64_t axis) {
+std::vector<int64_t> counts(const DeviceMesh& mesh, const std::vector<Placement>& placements,
+                            const GlobalLayout& layout, int64_t axis) {
   std::vector<int64_t> result(mesh.size(axis));
   for (int64_t c = 0; c < mesh.size(axis); ++c)
     result[c] = elements(layout, local_segments(mesh, placements, axis, c)).size();
@@ -57,27 +57,31 @@ at::Tensor part(const at::Tensor& flat, const ElementRange& of, const ElementRan
 
 void check_buffer_placements(const DeviceMesh& mesh, const std::vector<Placement>& placements) {
   if (static_cast<int64_t>(placements.size()) != mesh.ndim())
-    throw ValueError(fmt::format("expected one placement per mesh axis ({}), got {}: {}", mesh.ndim(), placements.size(),
-                                 to_string(std::span(placements))));
+    throw ValueError(fmt::format("expected one placement per mesh axis ({}), got {}: {}", mesh.ndim(),
+                                 placements.size(), to_string(std::span(placements))));
   int64_t sharded = -1;
   for (int64_t i = 0; i < mesh.ndim(); ++i) {
     const auto& p = placements[i];
     if (std::holds_alternative<Shard>(p))
-      throw ValueError(fmt::format("a buffer takes RowAtomic, BlockAtomic or TensorAtomic, not {} (axis '{}'); "
-                                   "only fully_shard converts Shard(0)",
-                                   to_string(p), axis_name(mesh, i)));
+      throw ValueError(
+          fmt::format("a buffer takes RowAtomic, BlockAtomic or TensorAtomic, not {} (axis '{}'); "
+                      "only fully_shard converts Shard(0)",
+                      to_string(p), axis_name(mesh, i)));
     if (const auto* partial = std::get_if<Partial>(&p);
         partial && partial->op != ReduceOp::kSum && partial->op != ReduceOp::kAvg)
-      throw ValueError(fmt::format("axis '{}': Partial must be a sum or an average, got {}", axis_name(mesh, i), to_string(p)));
+      throw ValueError(
+          fmt::format("axis '{}': Partial must be a sum or an average, got {}", axis_name(mesh, i), to_string(p)));
     if (is_sharded(p)) {
       if (sharded >= 0 && placements[sharded] != p)
-        throw ValueError(fmt::format("axes '{}' and '{}' mix sharding kinds {} and {}: use one", axis_name(mesh, sharded),
-                                     axis_name(mesh, i), to_string(placements[sharded]), to_string(p)));
+        throw ValueError(fmt::format("axes '{}' and '{}' mix sharding kinds {} and {}: use one",
+                                     axis_name(mesh, sharded), axis_name(mesh, i), to_string(placements[sharded]),
+                                     to_string(p)));
       sharded = i;
     } else if (sharded >= 0) {
-      throw ValueError(fmt::format("sharded axis '{}' lies outside axis '{}' ({}): sharded axes must be the innermost, so "
-                                   "that a rank holds one contiguous range; reorder the axes",
-                                   axis_name(mesh, sharded), axis_name(mesh, i), to_string(p)));
+      throw ValueError(
+          fmt::format("sharded axis '{}' lies outside axis '{}' ({}): sharded axes must be the innermost, so "
+                      "that a rank holds one contiguous range; reorder the axes",
+                      axis_name(mesh, sharded), axis_name(mesh, i), to_string(p)));
     }
   }
 }
@@ -116,8 +120,8 @@ TransitionPlan::TransitionPlan(const DeviceMesh& mesh, const std::vector<Placeme
     } else if (is_replicate(current[i]) && is_partial(to[i]) && std::get<Partial>(to[i]).op == ReduceOp::kAvg) {
       step(Kind::kRelabel, i);
     } else {
-      throw ValueError(fmt::format("axis '{}': no collective turns {} into {}", axis_name(mesh, i), to_string(current[i]),
-                                   to_string(to[i])));
+      throw ValueError(fmt::format("axis '{}': no collective turns {} into {}", axis_name(mesh, i),
+                                   to_string(current[i]), to_string(to[i])));
     }
   }
 }

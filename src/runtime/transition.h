@@ -47,7 +47,7 @@ class TransitionRun {
     DeviceMesh mesh;
     const TransitionPlan* plan;  ///< outlives the run
     std::shared_ptr<const GlobalLayout> layout;
-    at::Tensor source;           ///< flat, covering `range`
+    at::Tensor source;  ///< flat, covering `range`
     ElementRange range;
     at::Tensor destination = {};  ///< optional: flat, covering `destination_range`; the result is left there
     ElementRange destination_range = {};

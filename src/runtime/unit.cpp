@@ -105,9 +105,10 @@ void Unit::begin_forward(bool by_operator) {
   for (const auto& g : groups) {
     g->check_handles(display_name());
     if (g->shows_full_main() && c10::GradMode::is_enabled())
-      throw StateError(fmt::format("unit '{}': forward with gradients inside FullParameters; leave its scope, or use "
-                                   "NoGradGuard",
-                                   display_name()));
+      throw StateError(
+          fmt::format("unit '{}': forward with gradients inside FullParameters; leave its scope, or use "
+                      "NoGradGuard",
+                      display_name()));
   }
   if (!recompute) context_state->end_operator_forwards(this);
   // From here on the caller ends the forward, or abort_forward() does: count first, so that a failing gather is undone.
@@ -240,7 +241,8 @@ void Unit::end_backward() {
   Unhooked unhooked;
   c10::NoGradGuard no_grad;
   Contribution contribution{shared_from_this(), {}, context_state->last_microbatch};
-  for (auto& g : groups) contribution.gradients.push_back(g->gradients() ? g->gradients()->take_full() : FullGradients{});
+  for (auto& g : groups)
+    contribution.gradients.push_back(g->gradients() ? g->gradients()->take_full() : FullGradients{});
   in_backward = false;
   input_hooks = 0;
   // Weights go before the packed gradients come: the peak is one of them, not both. A recompute or a forward that is

@@ -31,22 +31,22 @@ struct Unit final : FsdpModule, std::enable_shared_from_this<Unit> {
   std::vector<std::unique_ptr<Group>> groups;
   std::vector<const ParameterGroup*> group_views;
   std::vector<std::weak_ptr<Unit>> lenders;  // units that own a weight tied into this one
-  std::string name;        // from the root; valid once finalized
-  std::string local_name;  // until then: the module's type, for messages
+  std::string name;                          // from the root; valid once finalized
+  std::string local_name;                    // until then: the module's type, for messages
   Unit* parent = nullptr;
   std::vector<Unit*> children;
   bool root = false;
   std::string signature;  // what all ranks must agree on, a line per parameter; checked at finalize
 
   // ---- state
-  int forward_depth = 0;      // forwards running through the unit now
-  int module_depth = 0;       // of these, begun by module hooks or by hand
+  int forward_depth = 0;  // forwards running through the unit now
+  int module_depth = 0;   // of these, begun by module hooks or by hand
   bool in_backward = false;
-  bool held = false;          // unshard() by hand
-  bool armed = false;         // ran a forward whose backward has not come
+  bool held = false;                     // unshard() by hand
+  bool armed = false;                    // ran a forward whose backward has not come
   std::vector<std::vector<bool>> ready;  // per group and parameter: gradient accumulated in this backward
-  int64_t callbacks = 0;      // gradient callbacks in this backward
-  int input_hooks = 0;        // inputs of this forward that need a gradient and have not got it
+  int64_t callbacks = 0;                 // gradient callbacks in this backward
+  int input_hooks = 0;                   // inputs of this forward that need a gradient and have not got it
 
   Phase phase() const;
   const std::string& display_name() const { return context_state->finalized ? name : local_name; }

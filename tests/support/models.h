@@ -98,10 +98,12 @@ struct Run {
 /// Data of (step, microbatch, rank); the reference sees all ranks' rows.
 constexpr int64_t kRows = 2;
 inline torch::Tensor input_of(int64_t step, int64_t micro, int64_t rank) {
-  return wave({kRows, 6}, 1.0 + 0.7 * static_cast<double>(step) + 0.3 * static_cast<double>(micro) + 0.1 * static_cast<double>(rank));
+  return wave({kRows, 6}, 1.0 + 0.7 * static_cast<double>(step) + 0.3 * static_cast<double>(micro) +
+                              0.1 * static_cast<double>(rank));
 }
 inline torch::Tensor target_of(int64_t step, int64_t micro, int64_t rank) {
-  return wave({kRows, 3}, 5.0 + 0.2 * static_cast<double>(step) + 0.5 * static_cast<double>(micro) + 0.9 * static_cast<double>(rank));
+  return wave({kRows, 3}, 5.0 + 0.2 * static_cast<double>(step) + 0.5 * static_cast<double>(micro) +
+                              0.9 * static_cast<double>(rank));
 }
 
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::Tensor>)>;
@@ -138,9 +140,9 @@ inline double mean_over_ranks(const DeviceMesh& mesh, double value) {
 }
 
 /// The same run sharded, on one rank of `mesh`.
-inline Run sharded_run(const DeviceMesh& mesh, const Placements& placements, int64_t layers, int64_t steps, int64_t micro,
-                       bool set_to_none = true, ShardLayout layout = ShardLayout::kPadded, RuntimePolicy policy = {},
-                       SchedulePolicy schedule = {}, const MakeOptimizer& make = sgd) {
+inline Run sharded_run(const DeviceMesh& mesh, const Placements& placements, int64_t layers, int64_t steps,
+                       int64_t micro, bool set_to_none = true, ShardLayout layout = ShardLayout::kPadded,
+                       RuntimePolicy policy = {}, SchedulePolicy schedule = {}, const MakeOptimizer& make = sgd) {
   FsdpContext ctx(mesh.device(), policy);
   auto model = make_mlp(layers);
   shard_mlp(*model, ctx, mesh, placements, {}, 1.0, schedule, layout);
@@ -151,7 +153,8 @@ inline Run sharded_run(const DeviceMesh& mesh, const Placements& placements, int
     double total = 0;
     for (int64_t m = 0; m < micro; ++m) {
       auto scope = microbatch(ctx, m == micro - 1);
-      auto loss = mlp_loss(*model, input_of(s, m, mesh.rank()), target_of(s, m, mesh.rank())) / static_cast<double>(micro);
+      auto loss =
+          mlp_loss(*model, input_of(s, m, mesh.rank()), target_of(s, m, mesh.rank())) / static_cast<double>(micro);
       loss.backward();
       total += loss.item<double>();
     }
@@ -171,7 +174,8 @@ inline double difference(const Run& a, const Run& b) {
   for (size_t i = 0; i < a.weights.size(); ++i) {
     if (a.weights[i].sizes() != b.weights[i].sizes()) return INFINITY;
     if (a.weights[i].numel() > 0)
-      worst = std::max(worst, (a.weights[i].to(torch::kDouble) - b.weights[i].to(torch::kDouble)).abs().max().item<double>());
+      worst = std::max(worst,
+                       (a.weights[i].to(torch::kDouble) - b.weights[i].to(torch::kDouble)).abs().max().item<double>());
   }
   return std::isnan(worst) ? INFINITY : worst;
 }

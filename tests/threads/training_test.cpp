@@ -18,14 +18,18 @@ TEST(Training, MatchesUnsharded) {
     for (int64_t micro : {1, 3})
       for (bool set_to_none : {true, false}) {
         const auto reference = reference_run(ranks, 2, 6, micro, set_to_none);
-        run_threads(ranks, [&](std::shared_ptr<World> world) {
-          auto mesh = init_device_mesh(world, {ranks}, {"dp"});
-          for (const auto& s : kStrategies) {
-            const auto run = sharded_run(mesh, s.make("dp"), 2, 6, micro, set_to_none);
-            if (difference(reference, run) > 1e-6)
-              throw std::runtime_error(std::string(s.name) + " differs by " + std::to_string(difference(reference, run)));
-          }
-        }, short_timeout());
+        run_threads(
+            ranks,
+            [&](std::shared_ptr<World> world) {
+              auto mesh = init_device_mesh(world, {ranks}, {"dp"});
+              for (const auto& s : kStrategies) {
+                const auto run = sharded_run(mesh, s.make("dp"), 2, 6, micro, set_to_none);
+                if (difference(reference, run) > 1e-6)
+                  throw std::runtime_error(std::string(s.name) + " differs by " +
+                                           std::to_string(difference(reference, run)));
+              }
+            },
+            short_timeout());
       }
 }
 

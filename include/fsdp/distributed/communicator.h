@@ -119,8 +119,8 @@ class Communicator {
   virtual void abort() noexcept = 0;
 
  protected:
-  Communicator(int64_t rank, int64_t size, c10::Device device, std::string axes,
-               std::chrono::milliseconds timeout, std::shared_ptr<detail::CommTrace> trace);
+  Communicator(int64_t rank, int64_t size, c10::Device device, std::string axes, std::chrono::milliseconds timeout,
+               std::shared_ptr<detail::CommTrace> trace);
 
   using WorkPtr = std::shared_ptr<detail::WorkImpl>;
   // Arguments are valid, size() > 1, and counts are never empty.

@@ -17,10 +17,14 @@ class FakeCommunicator final : public Communicator {
 
  protected:
   WorkPtr do_all_gather(const at::Tensor&, const at::Tensor&, Counts, const OpInfo&) override { return nullptr; }
-  WorkPtr do_reduce_scatter(const at::Tensor&, const at::Tensor&, double, Counts, const OpInfo&) override { return nullptr; }
+  WorkPtr do_reduce_scatter(const at::Tensor&, const at::Tensor&, double, Counts, const OpInfo&) override {
+    return nullptr;
+  }
   WorkPtr do_all_reduce(const at::Tensor&, ReduceOp, double, const OpInfo&) override { return nullptr; }
   WorkPtr do_broadcast(const at::Tensor&, int64_t, const OpInfo&) override { return nullptr; }
-  WorkPtr do_all_to_all(const at::Tensor&, const at::Tensor&, Counts, Counts, const OpInfo&) override { return nullptr; }
+  WorkPtr do_all_to_all(const at::Tensor&, const at::Tensor&, Counts, Counts, const OpInfo&) override {
+    return nullptr;
+  }
   WorkPtr do_barrier(const OpInfo&) override { return nullptr; }
   std::shared_ptr<Communicator> do_split(int64_t, int64_t, std::string axes) override {
     if (size() > 1) throw ValueError("a fake communicator does not know the other ranks' colors and cannot be split");

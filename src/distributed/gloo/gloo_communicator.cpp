@@ -1,6 +1,7 @@
 /// Collectives over gloo's point-to-point messages. Its own reduce-scatter is a whole all-reduce, and its collectives
-/// blend whatever arrives; a message here carries a tag made of operation, size, dtype, unit and position, so ranks that
-/// disagree time out with an error instead of mixing data. Parts are sent from and received into the caller's buffers.
+/// blend whatever arrives; a message here carries a tag made of operation, size, dtype, unit and position, so ranks
+/// that disagree time out with an error instead of mixing data. Parts are sent from and received into the caller's
+/// buffers.
 #define USE_C10D_GLOO
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -30,16 +31,19 @@ at::ScalarType accumulation_type(at::ScalarType t) { return t == at::kHalf || t 
 class GlooCommunicator final : public Communicator {
  public:
   explicit GlooCommunicator(CommSetup s)
-      : Communicator(s.rank, s.size, s.device, s.axes, s.timeout, s.trace), store_(s.store), single_host_(s.single_host) {
+      : Communicator(s.rank, s.size, s.device, s.axes, s.timeout, s.trace),
+        store_(s.store),
+        single_host_(s.single_host) {
     auto options = ProcessGroupGloo::Options::create(s.timeout);
     options->threads = 1;  // for gloo's own collectives, which are not used
     options->devices.push_back(s.single_host ? ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
                                              : ProcessGroupGloo::createDefaultDevice());
     try {
-      group_ = c10::make_intrusive<ProcessGroupGloo>(s.store, static_cast<int>(s.rank), static_cast<int>(s.size), options);
+      group_ =
+          c10::make_intrusive<ProcessGroupGloo>(s.store, static_cast<int>(s.rank), static_cast<int>(s.size), options);
     } catch (const std::exception& e) {
-      throw CommError(fmt::format("rank {} of {} on mesh axis '{}': the ranks did not all connect within {} ms: {}", s.rank,
-                                  s.size, s.axes, s.timeout.count(), e.what()));
+      throw CommError(fmt::format("rank {} of {} on mesh axis '{}': the ranks did not all connect within {} ms: {}",
+                                  s.rank, s.size, s.axes, s.timeout.count(), e.what()));
     }
     worker_ = std::make_unique<CommWorker>(s.timeout);
   }
@@ -136,9 +140,9 @@ class GlooCommunicator final : public Communicator {
     }
     std::sort(members.begin(), members.end());
     const auto me = std::find_if(members.begin(), members.end(), [&](const auto& m) { return m.second == rank(); });
-    return make_communicator("gloo", {c10::make_intrusive<c10d::PrefixStore>(fmt::format("color/{}", color), store),
-                                      me - members.begin(), static_cast<int64_t>(members.size()), device(), std::move(axes),
-                                      timeout(), trace(), single_host_});
+    return make_communicator(
+        "gloo", {c10::make_intrusive<c10d::PrefixStore>(fmt::format("color/{}", color), store), me - members.begin(),
+                 static_cast<int64_t>(members.size()), device(), std::move(axes), timeout(), trace(), single_host_});
   }
 
  private:
@@ -191,9 +195,10 @@ class GlooCommunicator final : public Communicator {
       if (work.wait(timeout())) return;
     } catch (const std::exception& e) {
       if (aborted_) throw std::runtime_error("aborted, because this or another rank failed");
-      throw std::runtime_error(fmt::format("could not {} rank {} within {} ms (it stopped, is late, or runs another "
-                                           "collective; FSDP_DEBUG=1 says which): {}",
-                                           what, peer, timeout().count(), e.what()));
+      throw std::runtime_error(
+          fmt::format("could not {} rank {} within {} ms (it stopped, is late, or runs another "
+                      "collective; FSDP_DEBUG=1 says which): {}",
+                      what, peer, timeout().count(), e.what()));
     }
     throw std::runtime_error(fmt::format("{} rank {} was aborted", what, peer));
   }
@@ -206,7 +211,8 @@ class GlooCommunicator final : public Communicator {
     return received;
   }
 
-  static void reduce_into(const at::Tensor& out, const std::vector<at::Tensor>& contributions, ReduceOp op, double scale) {
+  static void reduce_into(const at::Tensor& out, const std::vector<at::Tensor>& contributions, ReduceOp op,
+                          double scale) {
     if (out.numel() == 0) return;
     const auto type = accumulation_type(out.scalar_type());
     at::Tensor sum = contributions[0].to(type, /*non_blocking=*/false, /*copy=*/true);
