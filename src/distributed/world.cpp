@@ -32,23 +32,34 @@ int64_t World::next_mesh_id() { return impl_->meshes++; }
 void World::barrier() {
   if (impl_->size == 1) return;
   const auto number = impl_->barriers++;
-  const auto key = [&](int64_t r) { return fmt::format("fsdp/barrier/{}/{}", number, r); };
-  const auto deadline = std::chrono::steady_clock::now() + impl_->options.timeout;
-  auto pause = std::chrono::microseconds(50);
-  try {
-    impl_->store->set(key(impl_->rank), std::vector<uint8_t>{1});
-    std::vector<int64_t> missing;
+  const auto key = [&](const char* event, int64_t r) { return fmt::format("fsdp/barrier/{}/{}/{}", number, event, r); };
+  std::vector<int64_t> missing;
+  /// Looks until all ranks have set their key; false at the deadline.
+  const auto wait_for_all = [&](const char* event, std::chrono::milliseconds limit) {
+    const auto deadline = std::chrono::steady_clock::now() + limit;
+    auto pause = std::chrono::microseconds(50);
+    missing.clear();
     for (int64_t r = 0; r < impl_->size; ++r) missing.push_back(r);
     while (true) {
-      std::erase_if(missing, [&](int64_t r) { return impl_->store->check({key(r)}); });
-      if (missing.empty()) return;
+      std::erase_if(missing, [&](int64_t r) { return impl_->store->check({key(event, r)}); });
+      if (missing.empty()) return true;
       if (impl_->aborted) throw CommError(fmt::format("rank {}: barrier was aborted", impl_->rank));
-      if (std::chrono::steady_clock::now() > deadline)
-        throw CommError(fmt::format("rank {}: barrier timed out after {} ms; missing ranks: {}", impl_->rank,
-                                    impl_->options.timeout.count(), fmt::join(missing, ", ")));
+      if (std::chrono::steady_clock::now() > deadline) return false;
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, std::chrono::microseconds(20'000));
     }
+  };
+  const std::vector<uint8_t> set{1};
+  try {
+    impl_->store->set(key("arrived", impl_->rank), set);
+    if (!wait_for_all("arrived", impl_->options.timeout))
+      throw CommError(fmt::format("rank {}: barrier timed out after {} ms; missing ranks: {}", impl_->rank,
+                                  impl_->options.timeout.count(), fmt::join(missing, ", ")));
+    // Rank 0's process may serve the store and end right after this: it leaves last, or the others lose the store while
+    // they still look. A rank that dies between the two is no failure of this barrier, so the wait is short.
+    impl_->store->set(key("left", impl_->rank), set);
+    constexpr std::chrono::milliseconds kGrace(10'000);
+    if (impl_->rank == 0) wait_for_all("left", std::min(kGrace, impl_->options.timeout));
   } catch (const CommError&) {
     throw;
   } catch (const std::exception& e) {
