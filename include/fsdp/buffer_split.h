@@ -14,8 +14,8 @@ namespace fsdp {
 struct BufferSplitOptions {
   int64_t block_size = 1;   ///< rows that stay together, as in build_row_atomic_layout
   int64_t max_buffers = 3;  ///< at least 1
-  /// Fewer buffers are taken when they cost at most this share of the payload, or `min_saving` elements per rank, more
-  /// than the smallest division found.
+  /// Differences of at most this share of the payload, or of `min_saving` elements per rank, do not matter: among
+  /// divisions that come as near to the smallest found, the one with the fewest buffers is taken.
   double tolerance = 0.002;
   int64_t min_saving = 256;
 };

@@ -202,23 +202,33 @@ std::optional<PaddedPlan> pack_merged(std::span<const Kind> kinds, size_t tensor
   return plan;
 }
 
+/// Large units first: once they are through, the room to the next cut stays a multiple of the smaller ones.
+std::vector<size_t> large_units_first(std::span<const Kind> kinds) {
+  std::vector<size_t> order(kinds.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return std::pair(kinds[a].unit, kinds[a].size) > std::pair(kinds[b].unit, kinds[b].size);
+  });
+  return order;
+}
+
 }  // namespace
 
 bool is_exact(std::span<const Kind> kinds) { return exact_steps(kinds) <= kExactSteps; }
 
+std::optional<PaddedPlan> pack_quickly(std::span<const Kind> kinds, size_t tensors, int64_t shard, int64_t dp_size,
+                                       WorkBudget& budget) {
+  return pack_first_fit(kinds, large_units_first(kinds), tensors, shard, shard * dp_size, budget);
+}
+
 std::optional<PaddedPlan> pack(std::span<const Kind> kinds, size_t tensors, int64_t shard, int64_t dp_size,
                                WorkBudget& budget) {
   const int64_t end = shard * dp_size;
-  std::vector<size_t> order(kinds.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  const auto bulky = [&](size_t k) { return shard % kinds[k].unit == 0 ? int64_t{0} : kinds[k].size; };
-  // Large units first: once they are through, the room to the next cut stays a multiple of the smaller ones.
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return std::pair(kinds[a].unit, kinds[a].size) > std::pair(kinds[b].unit, kinds[b].size);
-  });
+  auto order = large_units_first(kinds);
   if (auto plan = pack_first_fit(kinds, order, tensors, shard, end, budget)) return plan;
   if (is_exact(kinds)) return pack_every_order(kinds, tensors, shard, end, budget);
   // Tensors that can be cut only once are the hard ones: these first, the largest first.
+  const auto bulky = [&](size_t k) { return shard % kinds[k].unit == 0 ? int64_t{0} : kinds[k].size; };
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return bulky(a) > bulky(b); });
   if (auto plan = pack_first_fit(kinds, order, tensors, shard, end, budget)) return plan;
   if (auto plan = pack_least_waste(kinds, order, tensors, shard, end, budget)) return plan;

@@ -25,6 +25,10 @@ class WorkBudget {
 std::optional<PaddedPlan> pack(std::span<const Kind> kinds, size_t tensors, int64_t shard, int64_t dp_size,
                                WorkBudget& budget);
 
+/// As pack, in one order only.
+std::optional<PaddedPlan> pack_quickly(std::span<const Kind> kinds, size_t tensors, int64_t shard, int64_t dp_size,
+                                       WorkBudget& budget);
+
 /// Whether `pack` tries every order of these tensors.
 bool is_exact(std::span<const Kind> kinds);
 

@@ -14,7 +14,7 @@ namespace fsdp::detail {
 namespace {
 
 /// About a few milliseconds on one core.
-constexpr int64_t kSearchSteps = 600'000;
+constexpr int64_t kSearchSteps = 300'000;
 /// The first sizes are tried in turn: in practice the first or second succeeds.
 constexpr int kFirstSizes = 4;
 /// The search ends at a shard at most 1/2^kNearBits (8e-6) above the lower bound: exact below 131072 elements.
@@ -46,6 +46,7 @@ class Search {
     near_ = *first + (*first >> kNearBits);
     if (auto shard = sizes_.next(near_); shard && *shard == near_) try_size(near_);
     use_plan_by_chunk(*first);
+    find_any(*first);
     auto shard = sizes_.next(*first + 1);
     for (int i = 0; i < kFirstSizes && shard && is_open(*shard); ++i) {
       if (try_size(*shard)) return finish();
@@ -75,6 +76,17 @@ class Search {
       if (round_up(least, chunk, "size") < limit_) accept(plan_by_chunk(items_, dp_size_));
     } catch (const ValueError&) {
       // The common multiple overflowed; the search does not need it.
+    }
+  }
+
+  /// With many unlike tensors the search can run out of steps before it finds anything: a plan within a small factor
+  /// comes first, by the quick packing and whatever it costs.
+  void find_any(int64_t first) {
+    if (limit_ / 2 <= first) return;
+    for (int64_t extra = first / 32 + 1; extra < (limit_ - first) / 2; extra *= 2) {
+      const auto shard = sizes_.next(first + extra);
+      if (!shard || *shard >= limit_) return;
+      if (auto plan = pack_quickly(kinds_, items_.size(), *shard, dp_size_, budget_)) return accept(std::move(*plan));
     }
   }
 
@@ -117,7 +129,7 @@ class Search {
         high = middle;
       } else {
         low = middle + 1;
-        step *= 4;
+        if (step <= (high - low) / 4) step *= 4;
       }
     }
   }

@@ -61,6 +61,20 @@ TEST(ModelZoo, BlocksArePaddedByLessThanOnePercent) {
                                                "Whisper-large encoder block 1024"));
 }
 
+// Everything else, up to 16384 ranks: where padding is 1% or more, the lower bound shows that no division does better.
+TEST(ModelZoo, MorePaddingOnlyAtTheLowerBound) {
+  const BufferSplitOptions options{.min_saving = 0};
+  for (const auto& m : zoo::models())
+    for (const auto& u : m.units)
+      for (int64_t dp_size : {8, 64, 512, 1024, 4096, 16384}) {
+        const auto split = plan_buffers(u.shapes, dp_size, options);
+        if (split.padding_ratio() >= 0.01) {
+          EXPECT_EQ(split.size(), buffer_split_lower_bound(u.shapes, dp_size, options))
+              << m.name << " " << u.name << " " << dp_size;
+        }
+      }
+}
+
 std::string document() {
   std::ostringstream text;
   text << std::ifstream(FSDP_PLANNER_MD).rdbuf();

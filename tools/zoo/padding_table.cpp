@@ -26,13 +26,14 @@ std::string percent(int64_t size, int64_t payload) {
 /// "python / one buffer / split", with the number of buffers and, at 1% or more, what the bound says.
 void write_cell(std::ostream& out, const std::vector<Shape>& shapes, int64_t dp_size) {
   const auto one = build_row_atomic_layout(shapes, dp_size);
-  const auto split = plan_buffers(shapes, dp_size);
+  const BufferSplitOptions options{.min_saving = 0};
+  const auto split = plan_buffers(shapes, dp_size, options);
   const int64_t payload = one.payload();
   out << ' ' << percent(reference::padded_size(shapes, dp_size), payload) << " / " << percent(one.size, payload)
       << " / " << percent(split.size(), payload);
   if (split.buffers.size() > 1) out << " (" << split.buffers.size() << ')';
   if (split.padding_ratio() >= 0.01) {
-    const int64_t bound = buffer_split_lower_bound(shapes, dp_size);
+    const int64_t bound = buffer_split_lower_bound(shapes, dp_size, options);
     if (bound == split.size()) {
       out << " =";
     } else {
