@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 #include <stdexcept>
 #include <vector>
 
@@ -59,9 +60,12 @@ class GlooCommunicator final : public Communicator {
   void abort() noexcept override {
     worker_->fail("aborted, because this or another rank failed");
     try {
-      if (!aborted_.exchange(true)) group_->abort();
+      // Only the waits: closing connections under the worker thread is a race inside gloo.
+      std::lock_guard lock(waiting_mutex_);
+      aborted_ = true;
+      for (auto& work : waiting_) work->abort();
     } catch (const std::exception&) {
-      // Closing what is closed already.
+      // Waking what has ended already.
     }
   }
 
@@ -186,9 +190,25 @@ class GlooCommunicator final : public Communicator {
       sends.push_back(group_->send(t, static_cast<int>(r), static_cast<int>(tag)));
       targets.push_back(r);
     }
+    {
+      std::lock_guard lock(waiting_mutex_);
+      if (aborted_) throw std::runtime_error("aborted, because this or another rank failed");
+      waiting_ = receives;
+      waiting_.insert(waiting_.end(), sends.begin(), sends.end());
+    }
+    const Forget forget{*this};
     for (size_t i = 0; i < receives.size(); ++i) wait(*receives[i], "receive from", sources[i]);
     for (size_t i = 0; i < sends.size(); ++i) wait(*sends[i], "send to", targets[i]);
   }
+
+  /// An aborted wait must not be woken after its work is gone.
+  struct Forget {
+    GlooCommunicator& owner;
+    ~Forget() {
+      std::lock_guard lock(owner.waiting_mutex_);
+      owner.waiting_.clear();
+    }
+  };
 
   void wait(c10d::Work& work, const char* what, int64_t peer) {
     try {
@@ -233,6 +253,8 @@ class GlooCommunicator final : public Communicator {
   c10::intrusive_ptr<ProcessGroupGloo> group_;
   std::unique_ptr<CommWorker> worker_;
   std::atomic<bool> aborted_ = false;
+  std::mutex waiting_mutex_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> waiting_;  // what the worker thread waits for now
   int64_t splits_ = 0;
 };
 
