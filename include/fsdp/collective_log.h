@@ -13,7 +13,8 @@ namespace fsdp {
 struct CollectiveRecord {
   std::string axes;       ///< mesh axis name
   std::string operation;  ///< all_gather, reduce_scatter, all_reduce, broadcast, all_to_all
-  int64_t elements = 0;   ///< of the whole buffer: gather output, scatter input, reduced buffer
+  int64_t elements = 0;   ///< of the whole buffer: gather output, scatter input, reduced buffer; the larger of
+                          ///< all_to_all's two
   std::string unit;       ///< FSDP unit that issued it; "" for none or the root
   at::ScalarType dtype = at::kFloat;
 };

@@ -6,7 +6,7 @@
 namespace fsdp {
 namespace detail {
 
-CommTrace::CommTrace() {
+CommTrace::CommTrace(int64_t rank) : failures_(std::make_shared<JobFailures>(rank)) {
   const char* debug = std::getenv("FSDP_DEBUG");
   checks_ranks_ = debug && std::string_view(debug) != "" && std::string_view(debug) != "0";
 }

@@ -40,9 +40,25 @@ class ThreadStore final : public c10d::HashStore {
   bool stopped_ = false;
 };
 
+/// The library's own errors of communication begin with the rank already.
+std::string with_rank(int64_t rank, const std::string& text) {
+  const auto prefix = fmt::format("rank {}: ", rank);
+  return text.starts_with(prefix) ? text : prefix + text;
+}
+
+std::string with_rank(int64_t rank, const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return with_rank(rank, detail::text_of(e));
+  } catch (...) {
+    return with_rank(rank, "an exception that is not a std::exception");
+  }
+}
+
 template <class E>
 [[noreturn]] void rethrow_as(int64_t rank, const std::exception& e) {
-  throw E(fmt::format("rank {}: {}", rank, e.what()));
+  throw E(with_rank(rank, e.what()));
 }
 
 [[noreturn]] void rethrow(int64_t rank, const std::exception_ptr& error) {
@@ -56,10 +72,8 @@ template <class E>
     rethrow_as<CommError>(rank, e);
   } catch (const CheckpointError& e) {
     rethrow_as<CheckpointError>(rank, e);
-  } catch (const std::exception& e) {
-    std::throw_with_nested(std::runtime_error(fmt::format("rank {}: {}", rank, e.what())));
   } catch (...) {
-    std::throw_with_nested(std::runtime_error(fmt::format("rank {}: an exception that is not a std::exception", rank)));
+    std::throw_with_nested(std::runtime_error(with_rank(rank, error)));
   }
 }
 
@@ -77,7 +91,8 @@ void run_threads(int64_t world_size, std::function<void(std::shared_ptr<World>)>
     impl->rank = impl->local_rank = r;
     impl->size = world_size;
     impl->store = store;
-    impl->keep_communicators = true;
+    impl->trace = std::make_shared<detail::CommTrace>(r);
+    impl->trace->failures()->keep_communicators();
     worlds.push_back(std::make_shared<World>(std::move(impl)));
   }
 
@@ -97,8 +112,9 @@ void run_threads(int64_t world_size, std::function<void(std::shared_ptr<World>)>
           failed = r;
         }
         // Only after the first failure is on record: what follows from this fails later.
+        const auto why = fmt::format("another rank failed: {}", with_rank(r, std::current_exception()));
+        for (auto& world : worlds) world->trace()->failures()->fail_all(why);
         store->stop();
-        for (auto& world : worlds) world->abort();
       }
     });
   for (auto& t : threads) t.join();

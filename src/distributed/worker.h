@@ -9,7 +9,7 @@
 #include <string>
 #include <thread>
 
-#include <fsdp/distributed/communicator.h>
+#include "distributed/failures.h"
 
 namespace fsdp::detail {
 
@@ -17,27 +17,31 @@ namespace fsdp::detail {
 /// computes meanwhile. The first failure breaks the communicator: it fails what waits and all that comes later.
 class CommWorker {
  public:
-  explicit CommWorker(std::chrono::milliseconds timeout) : timeout_(timeout) {}
+  CommWorker(std::chrono::milliseconds timeout, std::shared_ptr<CommFailure> failure);
   /// Joins; the owner has aborted the transport before if operations may still hang.
   ~CommWorker();
   CommWorker(const CommWorker&) = delete;
   CommWorker& operator=(const CommWorker&) = delete;
 
-  /// `operation` owns the tensors it touches; it is destroyed after it ran.
-  std::shared_ptr<WorkImpl> submit(std::function<void()> operation);
-  /// Wakes everybody who waits. Callable from any thread.
+  /// `operation` owns the tensors it touches; it is destroyed after it ran. It ends by itself within the timeout; one
+  /// that does not fails its waiters a little later all the same. `what`: OpInfo::what.
+  std::shared_ptr<WorkImpl> submit(std::string what, std::function<void()> operation);
+  /// For the running operation: what it waits for now ("receive from", rank in the world). `action` is static.
+  void doing(const char* action, int64_t world_rank);
+  /// Wakes everybody who waits, and fails all later operations. Callable from any thread.
   void fail(const std::string& why) noexcept;
   bool idle() const;
 
  private:
   struct Job;
+  struct Progress;
   void run();
 
-  const std::chrono::milliseconds timeout_;
+  const std::shared_ptr<CommFailure> failure_;
+  const std::shared_ptr<Progress> progress_;
   mutable std::mutex mutex_;
   std::condition_variable submitted_;
   std::deque<std::shared_ptr<Job>> jobs_;  // the front one is running
-  std::string failure_;
   bool stop_ = false;
   std::thread thread_;
 };

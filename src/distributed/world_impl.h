@@ -1,9 +1,8 @@
 #pragma once
 
-#include <atomic>
+#include <cstdint>
 #include <memory>
-#include <mutex>
-#include <vector>
+#include <string>
 
 #include <fsdp/distributed/world.h>
 
@@ -18,15 +17,7 @@ struct World::Impl {
   c10::Device device{c10::kCPU};
   c10::intrusive_ptr<c10d::Store> store;
   bool single_host = true;
-  std::shared_ptr<detail::CommTrace> trace = std::make_shared<detail::CommTrace>();
-  /// Ranks as threads: communicators outlive the rank that used them, so that its end (or exception) does not look like
-  /// a lost peer to the others.
-  bool keep_communicators = false;
-
-  std::mutex mutex;  // guards the list below: abort() comes from other threads
-  std::vector<std::weak_ptr<Communicator>> communicators;
-  std::vector<std::shared_ptr<Communicator>> kept;
-  std::atomic<bool> aborted = false;
+  std::shared_ptr<detail::CommTrace> trace;  // made by World
   int64_t meshes = 0, barriers = 0;
 };
 

@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -16,7 +17,8 @@
 namespace fsdp {
 
 namespace detail {
-class CommTrace;  // collective log, debug check and trace, shared by a world's communicators
+class CommTrace;    // collective log, cross-rank check and failures, shared by a world's communicators
+class CommFailure;  // first failure of one communicator
 
 /// What a transport hands back for one submitted operation. Keeps the operation's tensors alive
 /// until the operation ends. Destroying it before the end is allowed and does not wait.
@@ -36,7 +38,10 @@ struct OpInfo {
   int64_t elements;       ///< of the whole buffer: gather output, scatter input, reduced buffer
   at::ScalarType dtype;
   std::string_view unit;  ///< FSDP unit or "" ; lives for the call only
-  uint64_t tag;           ///< equal on all ranks iff operation, elements, dtype, unit and position agree
+  /// Equal on all ranks iff operation, elements, dtype, unit, position and what else must agree (root, reduction and
+  /// scale, counts) do.
+  uint64_t tag;
+  std::string what;  ///< rank, operation, elements, dtype, unit, axis and members, for errors
 };
 }  // namespace detail
 
@@ -45,10 +50,11 @@ struct OpInfo {
 class Work {
  public:
   Work() = default;
-  Work(std::shared_ptr<detail::WorkImpl> impl, std::string what);
+  Work(std::shared_ptr<detail::WorkImpl> impl, std::string what, std::shared_ptr<detail::CommFailure> failure);
 
   /// "Later work on my stream (CUDA) or thread (CPU) sees the result." Throws CommError naming rank,
-  /// axis, operation and unit when the operation failed or timed out; waiting again throws again.
+  /// axis, operation and unit when the operation failed or timed out, and the job's first failure where
+  /// another process has one; waiting again throws again.
   void wait();
   /// True when wait() would not block. Never throws.
   bool done() const;
@@ -56,6 +62,7 @@ class Work {
  private:
   std::shared_ptr<detail::WorkImpl> impl_;
   std::string what_;
+  std::shared_ptr<detail::CommFailure> failure_;
 };
 
 /// Elements per rank, known to all ranks; zeros allowed. Empty: equal parts.
@@ -63,7 +70,9 @@ using Counts = std::span<const int64_t>;
 
 /// Collectives among the ranks of one mesh axis. Operations are submitted in the same order on all
 /// ranks, from one thread at a time, and run in that order. Tensors are contiguous, one-dimensional
-/// and on device(). No operation waits longer than timeout().
+/// and on device(). No operation waits longer than timeout(), counted from when it starts to run. After a
+/// failure every later operation is refused at once with a CommError that names the first failed one.
+/// Integers are summed, not averaged or scaled: ValueError.
 ///
 /// The public functions check arguments, log, and skip communication on one rank; the transports
 /// (gloo, shared memory, NCCL, fake) implement the protected do_ functions only.
@@ -79,6 +88,8 @@ class Communicator {
   std::chrono::milliseconds timeout() const { return timeout_; }
   /// Axis name(s) as given to the mesh.
   const std::string& axes() const { return axes_; }
+  /// The members' ranks in the world, in this communicator's order. Errors name ranks by these.
+  const std::vector<int64_t>& world_ranks() const { return world_ranks_; }
   /// "gloo", "shm", "nccl", "fake".
   virtual std::string_view backend() const = 0;
 
@@ -100,7 +111,8 @@ class Communicator {
   /// Returns when all ranks have arrived. Not logged.
   void barrier();
 
-  /// Ranks that give the same color form a new communicator, ordered by (key, rank). Collective.
+  /// Ranks that give the same color form a new communicator, ordered by (key, rank). Collective. Inherits
+  /// set_control(); CommError, naming the missing ranks, when they do not all come within the timeout.
   std::shared_ptr<Communicator> split(int64_t color, int64_t key, std::string axes);
 
   /// Operations submitted between these are issued as one where the transport can (NCCL). Their Work
@@ -117,6 +129,11 @@ class Communicator {
   /// Fails all pending and later operations, here and (as soon as the transport can tell) at the
   /// peers. Callable from any thread, more than once. Never blocks.
   virtual void abort() noexcept = 0;
+  /// abort(), with what later errors of this communicator say.
+  void fail(const std::string& why) noexcept;
+
+  /// For make_communicator: the members' world ranks.
+  void set_world_ranks(std::vector<int64_t> ranks);
 
  protected:
   Communicator(int64_t rank, int64_t size, c10::Device device, std::string axes, std::chrono::milliseconds timeout,
@@ -135,18 +152,28 @@ class Communicator {
   virtual std::shared_ptr<Communicator> do_split(int64_t color, int64_t key, std::string axes) = 0;
 
   const std::shared_ptr<detail::CommTrace>& trace() const { return trace_; }
+  /// A transport records here why it stops, so that later operations say so. The first record stays.
+  const std::shared_ptr<detail::CommFailure>& failure() const { return failure_; }
+  /// What errors call a member: its world rank.
+  int64_t world_rank(int64_t r) const { return world_ranks_[static_cast<size_t>(r)]; }
 
  private:
-  detail::OpInfo begin(const char* operation, int64_t elements, at::ScalarType dtype, std::string_view unit);
-  Work submitted(WorkPtr work, const detail::OpInfo& info) const;
-  std::string describe(const detail::OpInfo& info) const;
-  void check_ranks(const detail::OpInfo& info, uint64_t position);
+  struct Detail;
+  detail::OpInfo begin(const char* operation, int64_t elements, at::ScalarType dtype, std::string_view unit,
+                       const Detail& detail);
+  Work submitted(WorkPtr work, detail::OpInfo info) const;
+  std::string describe(const char* operation, int64_t elements, at::ScalarType dtype, std::string_view unit) const;
+  void check_usable(const std::string& what) const;
+  void check_ranks(const detail::OpInfo& info, const Detail& detail, uint64_t position);
 
   int64_t rank_, size_;
   c10::Device device_;
   std::string axes_;
   std::chrono::milliseconds timeout_;
   std::shared_ptr<detail::CommTrace> trace_;
+  std::shared_ptr<detail::CommFailure> failure_;
+  std::vector<int64_t> world_ranks_;
+  std::string where_;  // axis and members, for errors
   uint64_t sequence_ = 0;
   bool control_ = false;
 };

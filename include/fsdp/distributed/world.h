@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include <c10/core/Device.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -47,8 +48,10 @@ class World : public std::enable_shared_from_this<World> {
                                              const std::string& axes);
   /// The next number of a sequence that is equal on all ranks when all create meshes in one order.
   int64_t next_mesh_id();
-  /// Fails every communicator of this rank's world, at all ranks that share this process.
-  void abort() noexcept;
+  /// Fails every communicator of this rank, pending and later operations alike, and leaves `why` in the store, where
+  /// ranks of other processes that wait find it within a second: call it when this rank cannot go on. Returns at once;
+  /// the destructor gives the message up to two seconds to get out. The first failure of the job stays.
+  void abort(std::string_view why = "aborted by the program") noexcept;
 
   const std::shared_ptr<detail::CommTrace>& trace() const;
 
@@ -59,7 +62,7 @@ class World : public std::enable_shared_from_this<World> {
 /// Joins the job described by the environment: RANK/WORLD_SIZE/LOCAL_RANK/MASTER_ADDR/MASTER_PORT
 /// (torchrun), else OMPI_COMM_WORLD_* (mpirun), PMI_* or SLURM_* (srun), else one rank alone.
 /// ValueError for a half-set or contradictory environment or an unknown backend; CommError when the
-/// other ranks do not come within the timeout.
+/// other ranks do not come within the timeout, or belong to another job.
 std::shared_ptr<World> init_world(WorldOptions options = {});
 
 /// Runs `body` on `world_size` threads of this process, each with its own World. When a rank throws,

@@ -28,7 +28,8 @@ class FakeCommunicator final : public Communicator {
   WorkPtr do_barrier(const OpInfo&) override { return nullptr; }
   std::shared_ptr<Communicator> do_split(int64_t, int64_t, std::string axes) override {
     if (size() > 1) throw ValueError("a fake communicator does not know the other ranks' colors and cannot be split");
-    return std::make_shared<FakeCommunicator>(CommSetup{nullptr, 0, 1, device(), std::move(axes), timeout(), trace()});
+    return make_communicator(
+        "fake", {nullptr, 0, 1, device(), std::move(axes), timeout(), trace(), /*single_host=*/true, world_ranks()});
   }
 };
 

@@ -3,12 +3,14 @@
 /// that disagree time out with an error instead of mixing data. Parts are sent from and received into the caller's
 /// buffers.
 #define USE_C10D_GLOO
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstdlib>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <vector>
 
@@ -29,24 +31,30 @@ using c10d::ProcessGroupGloo;
 /// Sums of low precision are kept in fp32: rounding each of n additions would make the result depend on n.
 at::ScalarType accumulation_type(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16 ? at::kFloat : t; }
 
+/// As in Python: GLOO_SOCKET_IFNAME names the interfaces (separated by commas) that connections use.
+std::vector<std::shared_ptr<::gloo::transport::Device>> devices(bool single_host) {
+  std::vector<std::shared_ptr<::gloo::transport::Device>> result;
+  if (const char* names = std::getenv("GLOO_SOCKET_IFNAME"); names && *names) {
+    std::istringstream list(names);
+    for (std::string name; std::getline(list, name, ',');)
+      result.push_back(ProcessGroupGloo::createDeviceForInterface(name));
+    return result;
+  }
+  result.push_back(single_host ? ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
+                               : ProcessGroupGloo::createDefaultDevice());
+  return result;
+}
+
 class GlooCommunicator final : public Communicator {
  public:
   explicit GlooCommunicator(CommSetup s)
-      : Communicator(s.rank, s.size, s.device, s.axes, s.timeout, s.trace),
-        store_(s.store),
-        single_host_(s.single_host) {
-    auto options = ProcessGroupGloo::Options::create(s.timeout);
+      : Communicator(s.rank, s.size, s.device, s.axes, s.timeout, s.trace), setup_(std::move(s)) {
+    auto options = ProcessGroupGloo::Options::create(timeout());
     options->threads = 1;  // for gloo's own collectives, which are not used
-    options->devices.push_back(s.single_host ? ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
-                                             : ProcessGroupGloo::createDefaultDevice());
-    try {
-      group_ =
-          c10::make_intrusive<ProcessGroupGloo>(s.store, static_cast<int>(s.rank), static_cast<int>(s.size), options);
-    } catch (const std::exception& e) {
-      throw CommError(fmt::format("rank {} of {} on mesh axis '{}': the ranks did not all connect within {} ms: {}",
-                                  s.rank, s.size, s.axes, s.timeout.count(), e.what()));
-    }
-    worker_ = std::make_unique<CommWorker>(s.timeout);
+    options->devices = devices(setup_.single_host);
+    group_ = c10::make_intrusive<ProcessGroupGloo>(setup_.store, static_cast<int>(rank()), static_cast<int>(size()),
+                                                   options);
+    worker_ = std::make_unique<CommWorker>(timeout(), failure());
   }
 
   ~GlooCommunicator() override {
@@ -58,7 +66,8 @@ class GlooCommunicator final : public Communicator {
   std::string_view backend() const override { return "gloo"; }
 
   void abort() noexcept override {
-    worker_->fail("aborted, because this or another rank failed");
+    failure()->record("aborted");
+    worker_->fail(failure()->text());
     try {
       // Only the waits: closing connections under the worker thread is a race inside gloo.
       std::lock_guard lock(waiting_mutex_);
@@ -71,17 +80,17 @@ class GlooCommunicator final : public Communicator {
 
  protected:
   WorkPtr do_all_gather(const at::Tensor& out, const at::Tensor& in, Counts counts, const OpInfo& info) override {
-    return submit([this, out, in, parts = parts_of(out, counts), tag = tag_of(info)] {
+    return submit(info, [this, out, in, parts = parts_of(out, counts), tag = tag_of(info)](Deadline deadline) {
       auto mine = parts[rank()];
       if (mine.numel() > 0 && mine.data_ptr() != in.data_ptr()) mine.copy_(in);
-      exchange(std::vector<at::Tensor>(parts.size(), mine), parts, tag);
+      exchange(std::vector<at::Tensor>(parts.size(), mine), parts, tag, deadline);
     });
   }
 
   WorkPtr do_reduce_scatter(const at::Tensor& out, const at::Tensor& in, double scale, Counts counts,
                             const OpInfo& info) override {
-    return submit([this, out, in, scale, parts = parts_of(in, counts), tag = tag_of(info)] {
-      auto contributions = gather_contributions(parts, tag);
+    return submit(info, [this, out, in, scale, parts = parts_of(in, counts), tag = tag_of(info)](Deadline deadline) {
+      auto contributions = gather_contributions(parts, tag, deadline);
       contributions[rank()] = parts[rank()];
       reduce_into(out, contributions, ReduceOp::kSum, scale);
     });
@@ -91,70 +100,59 @@ class GlooCommunicator final : public Communicator {
     const int64_t n = tensor.numel(), each = (n + size() - 1) / size();
     std::vector<int64_t> counts;
     for (int64_t r = 0; r < size(); ++r) counts.push_back(std::clamp<int64_t>(n - r * each, 0, each));
-    return submit([this, tensor, op, scale, parts = parts_of(tensor, counts), tag = tag_of(info)] {
-      // Each rank reduces one part, in rank order, and hands the result round: equal bits everywhere.
-      auto contributions = gather_contributions(parts, tag);
-      contributions[rank()] = parts[rank()];
-      reduce_into(parts[rank()], contributions, op, scale);
-      exchange(std::vector<at::Tensor>(parts.size(), parts[rank()]), parts, tag ^ 1u);
-    });
+    return submit(info,
+                  [this, tensor, op, scale, parts = parts_of(tensor, counts), tag = tag_of(info)](Deadline deadline) {
+                    // Each rank reduces one part, in rank order, and hands the result round: equal bits everywhere.
+                    auto contributions = gather_contributions(parts, tag, deadline);
+                    contributions[rank()] = parts[rank()];
+                    reduce_into(parts[rank()], contributions, op, scale);
+                    exchange(std::vector<at::Tensor>(parts.size(), parts[rank()]), parts, tag ^ 1u, deadline);
+                  });
   }
 
   WorkPtr do_broadcast(const at::Tensor& tensor, int64_t root, const OpInfo& info) override {
-    return submit([this, tensor, root, tag = tag_of(info)] {
+    return submit(info, [this, tensor, root, tag = tag_of(info)](Deadline deadline) {
       const auto nothing = tensor.narrow(0, 0, 0);
       std::vector<at::Tensor> to(static_cast<size_t>(size()), nothing), from = to;
       if (rank() == root)
         std::fill(to.begin(), to.end(), tensor);
       else
         from[root] = tensor;
-      exchange(to, from, tag);
+      exchange(to, from, tag, deadline);
     });
   }
 
   WorkPtr do_all_to_all(const at::Tensor& out, const at::Tensor& in, Counts out_counts, Counts in_counts,
                         const OpInfo& info) override {
-    return submit([this, from = parts_of(out, out_counts), to = parts_of(in, in_counts), tag = tag_of(info)] {
+    return submit(info, [this, from = parts_of(out, out_counts), to = parts_of(in, in_counts),
+                         tag = tag_of(info)](Deadline deadline) {
       if (to[rank()].numel() > 0) from[rank()].copy_(to[rank()]);
-      exchange(to, from, tag);
+      exchange(to, from, tag, deadline);
     });
   }
 
   WorkPtr do_barrier(const OpInfo& info) override {
-    return submit([this, tag = tag_of(info)] {
+    return submit(info, [this, tag = tag_of(info)](Deadline deadline) {
       auto mine = at::empty({1}, at::kByte).zero_();
       std::vector<at::Tensor> from;
       for (int64_t r = 0; r < size(); ++r) from.push_back(at::empty({1}, at::kByte));
-      exchange(std::vector<at::Tensor>(from.size(), mine), from, tag);
+      exchange(std::vector<at::Tensor>(from.size(), mine), from, tag, deadline);
     });
   }
 
   std::shared_ptr<Communicator> do_split(int64_t color, int64_t key, std::string axes) override {
-    // The ranks' colors travel through the store; members order themselves by (key, rank).
-    const auto prefix = fmt::format("split/{}", splits_++);
-    auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, store_);
-    const auto mine = fmt::format("{} {}", color, key);
-    store->set(std::to_string(rank()), std::vector<uint8_t>(mine.begin(), mine.end()));
-    std::vector<std::pair<int64_t, int64_t>> members;
-    for (int64_t r = 0; r < size(); ++r) {
-      const auto bytes = store->get(std::to_string(r));
-      const std::string text(bytes.begin(), bytes.end());
-      size_t used = 0;
-      if (std::stoll(text, &used) == color) members.emplace_back(std::stoll(text.substr(used)), r);
-    }
-    std::sort(members.begin(), members.end());
-    const auto me = std::find_if(members.begin(), members.end(), [&](const auto& m) { return m.second == rank(); });
-    return make_communicator(
-        "gloo", {c10::make_intrusive<c10d::PrefixStore>(fmt::format("color/{}", color), store), me - members.begin(),
-                 static_cast<int64_t>(members.size()), device(), std::move(axes), timeout(), trace(), single_host_});
+    return make_communicator("gloo", split_setup(setup_, splits_++, color, key, std::move(axes)));
   }
 
  private:
+  using Deadline = std::chrono::steady_clock::time_point;
+
   template <class F>
-  WorkPtr submit(F operation) {
-    return worker_->submit([operation = std::move(operation)]() mutable {
+  WorkPtr submit(const OpInfo& info, F operation) {
+    return worker_->submit(info.what, [this, operation = std::move(operation)] {
       c10::NoGradGuard no_grad;
-      operation();
+      // One for all peers and rounds of the operation.
+      operation(std::chrono::steady_clock::now() + timeout());
     });
   }
 
@@ -172,33 +170,38 @@ class GlooCommunicator final : public Communicator {
   }
 
   /// Sends to[r] to rank r and receives from[r] from it, all at once. Empty parts are not sent: both sides know counts.
-  void exchange(std::vector<at::Tensor> to, std::vector<at::Tensor> from, uint32_t tag) {
+  void exchange(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from, uint32_t tag,
+                Deadline deadline) {
     std::vector<c10::intrusive_ptr<c10d::Work>> receives, sends;
     std::vector<int64_t> sources, targets;
     // Starting with the next rank spreads the load: not everybody sends to rank 0 first.
     for (int64_t k = 1; k < size(); ++k) {
       const int64_t r = (rank() + size() - k) % size();
       if (from[r].numel() == 0) continue;
-      std::vector<at::Tensor> t{from[r]};
-      receives.push_back(group_->recv(t, static_cast<int>(r), static_cast<int>(tag)));
+      naming(kReceive, r, deadline, [&] {
+        std::vector<at::Tensor> t{from[r]};
+        receives.push_back(group_->recv(t, static_cast<int>(r), static_cast<int>(tag)));
+      });
       sources.push_back(r);
     }
     for (int64_t k = 1; k < size(); ++k) {
       const int64_t r = (rank() + k) % size();
       if (to[r].numel() == 0) continue;
-      std::vector<at::Tensor> t{to[r]};
-      sends.push_back(group_->send(t, static_cast<int>(r), static_cast<int>(tag)));
+      naming(kSend, r, deadline, [&] {
+        std::vector<at::Tensor> t{to[r]};
+        sends.push_back(group_->send(t, static_cast<int>(r), static_cast<int>(tag)));
+      });
       targets.push_back(r);
     }
     {
       std::lock_guard lock(waiting_mutex_);
-      if (aborted_) throw std::runtime_error("aborted, because this or another rank failed");
+      if (aborted_) throw std::runtime_error(failure()->text());
       waiting_ = receives;
       waiting_.insert(waiting_.end(), sends.begin(), sends.end());
     }
     const Forget forget{*this};
-    for (size_t i = 0; i < receives.size(); ++i) wait(*receives[i], "receive from", sources[i]);
-    for (size_t i = 0; i < sends.size(); ++i) wait(*sends[i], "send to", targets[i]);
+    for (size_t i = 0; i < receives.size(); ++i) wait(*receives[i], kReceive, sources[i], deadline);
+    for (size_t i = 0; i < sends.size(); ++i) wait(*sends[i], kSend, targets[i], deadline);
   }
 
   /// An aborted wait must not be woken after its work is gone.
@@ -210,24 +213,41 @@ class GlooCommunicator final : public Communicator {
     }
   };
 
-  void wait(c10d::Work& work, const char* what, int64_t peer) {
+  static constexpr const char* kReceive = "receive from";
+  static constexpr const char* kSend = "send to";
+
+  /// Runs `f`, which talks to member `peer`; what it throws names that rank.
+  template <class F>
+  void naming(const char* action, int64_t peer, Deadline deadline, F&& f) {
+    worker_->doing(action, world_rank(peer));
     try {
-      if (work.wait(timeout())) return;
+      f();
     } catch (const std::exception& e) {
-      if (aborted_) throw std::runtime_error("aborted, because this or another rank failed");
+      if (aborted_) throw std::runtime_error(failure()->text());
+      if (std::chrono::steady_clock::now() >= deadline)
+        throw std::runtime_error(
+            fmt::format("could not {} rank {} within {} ms (it stopped, is late, or runs another collective; "
+                        "FSDP_DEBUG=1 says which)",
+                        action, world_rank(peer), timeout().count()));
       throw std::runtime_error(
-          fmt::format("could not {} rank {} within {} ms (it stopped, is late, or runs another "
-                      "collective; FSDP_DEBUG=1 says which): {}",
-                      what, peer, timeout().count(), e.what()));
+          fmt::format("could not {} rank {}: the connection is lost, because its process ended or gave up ({})", action,
+                      world_rank(peer), text_of(e)));
     }
-    throw std::runtime_error(fmt::format("{} rank {} was aborted", what, peer));
   }
 
-  std::vector<at::Tensor> gather_contributions(const std::vector<at::Tensor>& parts, uint32_t tag) {
+  void wait(c10d::Work& work, const char* action, int64_t peer, Deadline deadline) {
+    naming(action, peer, deadline, [&] {
+      // gloo takes 0 for its default timeout.
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+      if (!work.wait(std::max(left, std::chrono::milliseconds(1)))) throw std::runtime_error("aborted");
+    });
+  }
+
+  std::vector<at::Tensor> gather_contributions(const std::vector<at::Tensor>& parts, uint32_t tag, Deadline deadline) {
     std::vector<at::Tensor> received;
     for (int64_t r = 0; r < size(); ++r)
       received.push_back(at::empty({r == rank() ? 0 : parts[rank()].numel()}, parts[rank()].options()));
-    exchange(parts, received, tag);
+    exchange(parts, received, tag, deadline);
     return received;
   }
 
@@ -248,8 +268,7 @@ class GlooCommunicator final : public Communicator {
     out.copy_(sum);
   }
 
-  c10::intrusive_ptr<c10d::Store> store_;
-  bool single_host_;
+  const CommSetup setup_;
   c10::intrusive_ptr<ProcessGroupGloo> group_;
   std::unique_ptr<CommWorker> worker_;
   std::atomic<bool> aborted_ = false;

@@ -1,0 +1,176 @@
+#include "distributed/failures.h"
+
+#include <algorithm>
+#include <exception>
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+namespace fsdp::detail {
+namespace {
+
+constexpr const char* kKey = "fsdp/failure";
+constexpr std::chrono::milliseconds kPeriod(500);
+
+}  // namespace
+
+void JobFailures::watch(c10::intrusive_ptr<c10d::Store> store) {
+  std::lock_guard lock(mutex_);
+  running_ = true;
+  // The thread holds this object: stop() may have to leave it behind in a call that the network does not answer.
+  thread_ = std::thread([self = shared_from_this(), store = std::move(store)] { self->run(store); });
+}
+
+void JobFailures::stop() noexcept {
+  std::vector<std::shared_ptr<Communicator>> kept;
+  {
+    std::unique_lock lock(mutex_);
+    stop_ = true;
+    kept.swap(kept_);  // they hold this object
+    changed_.notify_all();
+    changed_.wait_for(lock, std::chrono::seconds(2), [&] { return !running_; });
+    if (thread_.joinable() && running_) thread_.detach();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+void JobFailures::add(const std::shared_ptr<Communicator>& comm) {
+  std::string why;
+  {
+    std::lock_guard lock(mutex_);
+    std::erase_if(communicators_, [](const auto& c) { return c.expired(); });
+    communicators_.push_back(comm);
+    if (keep_ && !stop_) kept_.push_back(comm);
+    why = ended_;
+  }
+  if (!why.empty()) comm->fail(why);
+}
+
+void JobFailures::keep_communicators() {
+  std::lock_guard lock(mutex_);
+  keep_ = true;
+}
+
+void JobFailures::fail_all(const std::string& why) noexcept {
+  std::vector<std::shared_ptr<Communicator>> live;
+  {
+    std::lock_guard lock(mutex_);
+    if (ended_.empty()) ended_ = why;
+    for (const auto& weak : communicators_)
+      if (auto comm = weak.lock()) live.push_back(std::move(comm));
+  }
+  for (const auto& comm : live) comm->fail(why);
+}
+
+void JobFailures::report(const std::string& why) noexcept {
+  std::lock_guard lock(mutex_);
+  if (!running_ || !first_.empty() || !report_.empty()) return;
+  report_ = why;
+  changed_.notify_all();
+}
+
+std::string JobFailures::ended() const {
+  std::lock_guard lock(mutex_);
+  return ended_;
+}
+
+std::string JobFailures::first_elsewhere() {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, kPeriod, [&] { return !running_ || report_.empty(); });
+  return first_.starts_with(fmt::format("rank {}:", rank_)) ? "" : first_;
+}
+
+void JobFailures::run(const c10::intrusive_ptr<c10d::Store>& store) {
+  std::unique_lock lock(mutex_);
+  bool waited = false;
+  try {
+    while (!stop_ || !report_.empty()) {
+      if (report_.empty()) changed_.wait_for(lock, kPeriod, [&] { return stop_ || !report_.empty(); });
+      // Short waits, which are the rule, cost the store nothing.
+      const bool waits = waiting_ > 0, look = waits && waited && ended_.empty();
+      waited = waits;
+      if (!report_.empty() || look) exchange(*store, lock, look);
+    }
+  } catch (const std::exception&) {
+    // The process that serves the store is gone: nothing to be told or learned any more. Waits end by themselves.
+    if (!lock.owns_lock()) lock.lock();
+  }
+  running_ = false;
+  report_.clear();
+  changed_.notify_all();
+}
+
+/// Writes the report if the job has no failure yet, and reads what the store has then.
+void JobFailures::exchange(c10d::Store& store, std::unique_lock<std::mutex>& lock, bool look) {
+  const auto mine = report_;
+  lock.unlock();
+  std::string first;
+  if (!mine.empty())
+    first = store.compareSet(kKey, "", mine);
+  else if (store.check({kKey}))
+    first = store.get_to_str(kKey);
+  lock.lock();
+  if (!mine.empty()) report_.clear();
+  first_ = first;
+  changed_.notify_all();
+  if (!look || first.empty() || first == mine) return;
+  lock.unlock();
+  fail_all(fmt::format("another rank failed: {}", first));
+  lock.lock();
+}
+
+void CommFailure::record(const std::string& why) noexcept {
+  std::lock_guard lock(mutex_);
+  if (text_.empty()) text_ = why;
+}
+
+std::string CommFailure::text() const {
+  std::lock_guard lock(mutex_);
+  return text_;
+}
+
+void CommFailure::raise(const std::string& why) {
+  record(why);
+  raise_failure(*job_, why);
+}
+
+void raise_failure(JobFailures& job, const std::string& why) {
+  job.report(why);
+  const auto first = job.first_elsewhere();
+  if (first.empty() || why.find(first) != std::string::npos) throw CommError(why);
+  throw CommError(fmt::format("{}; the first failure in the job: {}", why, first));
+}
+
+std::string text_of(const std::exception& e) {
+  const auto* error = dynamic_cast<const c10::Error*>(&e);
+  return error ? error->what_without_backtrace() : e.what();
+}
+
+std::vector<int64_t> wait_for_keys(c10d::Store& store, const std::vector<std::string>& keys,
+                                   std::chrono::milliseconds limit, JobFailures& job) {
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  auto pause = std::chrono::microseconds(50);
+  const JobFailures::Waiting waiting(job);
+  try {
+    while (!store.check(keys)) {
+      if (const auto why = job.ended(); !why.empty()) throw CommError(why);
+      if (std::chrono::steady_clock::now() > deadline) {
+        std::vector<int64_t> missing;
+        for (size_t i = 0; i < keys.size(); ++i)
+          if (!store.check({keys[i]})) missing.push_back(static_cast<int64_t>(i));
+        return missing;
+      }
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::microseconds(5'000));
+    }
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception& e) {
+    throw CommError(fmt::format(
+        "lost the rendezvous store, whose process (rank 0, or torchrun's agent) ended or is out of reach: {}",
+        text_of(e)));
+  }
+  return {};
+}
+
+}  // namespace fsdp::detail
