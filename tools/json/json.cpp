@@ -1,5 +1,6 @@
 #include "json/json.h"
 
+#include <algorithm>
 #include <charconv>
 
 namespace fsdp::json {
@@ -21,7 +22,10 @@ class Reader {
 
  private:
   [[noreturn]] void fail(const std::string& why) const {
-    throw Error("JSON, byte " + std::to_string(at_) + ": " + why);
+    const auto before = text_.substr(0, at_);
+    const auto line = std::count(before.begin(), before.end(), '\n') + 1;
+    const auto column = at_ - (before.rfind('\n') + 1) + 1;  // npos + 1 is 0: the first line
+    throw Error("JSON, line " + std::to_string(line) + ", column " + std::to_string(column) + ": " + why);
   }
 
   void skip_space() {

@@ -12,7 +12,7 @@
 /// written as such. Strings are UTF-8; \u escapes outside ASCII are not needed here and refused.
 namespace fsdp::json {
 
-/// A document that is not JSON, or not what was asked for. Names the byte where reading stopped, or the key.
+/// A document that is not JSON, or not what was asked for. Names the line and column where reading stopped, or the key.
 class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };

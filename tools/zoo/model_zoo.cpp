@@ -23,18 +23,19 @@ Model gpt2_xl() {
   // The head is the embedding.
   Shapes rest{{50257, d}, {1024, d}};
   add(rest, norm(d));
-  return {"GPT-2 XL",
-          "config.json of huggingface.co/openai-community/gpt2-xl (matrices as Linear [out, in])",
-          {{"block", 48, true, block}, {"embedding and norm", 1, false, rest}}};
+  return {
+      "GPT-2 XL",
+      "config.json of huggingface.co/openai-community/gpt2-xl (matrices as Linear [out, in]); as in nanoGPT's model.py",
+      {{"embedding and norm", 1, false, rest, true}, {"block", 48, true, block}}};
 }
 
 Model llama3(const std::string& size, int64_t layers, int64_t d, int64_t ffn) {
   const int64_t kv = 8 * 128;
   const Shapes block{{d}, {d, d}, {kv, d}, {kv, d}, {d, d}, {d}, {ffn, d}, {ffn, d}, {d, ffn}};
   return {"Llama-3 " + size,
-          "config.json of huggingface.co/meta-llama/Llama-3.1-" + size,
-          {{"block", layers, true, block},
-           {"embedding", 1, false, {{128256, d}}},
+          "config.json of huggingface.co/meta-llama/Llama-3.1-" + size + "; as in litgpt's config.py",
+          {{"embedding", 1, false, {{128256, d}}},
+           {"block", layers, true, block},
            {"norm and head", 1, false, {{d}, {128256, d}}}}};
 }
 
@@ -45,9 +46,10 @@ Model mixtral_8x22b() {
   Shapes block{{d}, {d, d}, {kv, d}, {kv, d}, {d, d}, {d}, {8, d}};
   for (int expert = 0; expert < 8; ++expert) add(block, swiglu(d, 16384));
   return {"Mixtral 8x22B",
-          "config.json of huggingface.co/mistralai/Mixtral-8x22B-v0.1",
-          {{"block", 56, true, block},
-           {"embedding", 1, false, {{32000, d}}},
+          "config.json of huggingface.co/mistral-community/Mixtral-8x22B-v0.1; as in litgpt's config.py, but for the "
+          "vocabulary, which there is the instruct model's 32768",
+          {{"embedding", 1, false, {{32000, d}}},
+           {"block", 56, true, block},
            {"norm and head", 1, false, {{d}, {32000, d}}}}};
 }
 
@@ -67,10 +69,12 @@ Model deepseek_v3() {
   add(moe, {{256, d}, {256}});
   for (int expert = 0; expert < 256 + 1; ++expert) add(moe, swiglu(d, 2048));
   return {"DeepSeek-V3",
-          "config.json and modeling code of huggingface.co/deepseek-ai/DeepSeek-V3, without the prediction layer",
-          {{"dense block", 3, true, dense},
+          "config.json of huggingface.co/deepseek-ai/DeepSeek-V3 and inference/model.py of its GitHub repository, "
+          "without the "
+          "prediction layer",
+          {{"embedding", 1, false, {{129280, d}}},
+           {"dense block", 3, true, dense},
            {"expert block", 58, true, moe},
-           {"embedding", 1, false, {{129280, d}}},
            {"norm and head", 1, false, {{d}, {129280, d}}}}};
 }
 
@@ -79,9 +83,9 @@ Model qwen3_235b() {
   Shapes block{{d}, {q, d}, {kv, d}, {kv, d}, {d, q}, {128}, {128}, {d}, {128, d}};
   for (int expert = 0; expert < 128; ++expert) add(block, swiglu(d, 1536));
   return {"Qwen3-235B-A22B",
-          "config.json of huggingface.co/Qwen/Qwen3-235B-A22B",
-          {{"block", 94, true, block},
-           {"embedding", 1, false, {{151936, d}}},
+          "config.json of huggingface.co/Qwen/Qwen3-235B-A22B; as in litgpt's config.py",
+          {{"embedding", 1, false, {{151936, d}}},
+           {"block", 94, true, block},
            {"norm and head", 1, false, {{d}, {151936, d}}}}};
 }
 
@@ -137,10 +141,10 @@ Model whisper_large() {
   add(text, norm(d));
   return {"Whisper-large",
           "ModelDimensions of large-v2 and whisper/model.py in github.com/openai/whisper",
-          {{"encoder block", 32, true, encoder},
-           {"decoder block", 32, true, decoder},
+          {{"embedding and norm", 1, false, text, true},
            {"audio convolutions and norm", 1, false, audio},
-           {"embedding and norm", 1, false, text}}};
+           {"encoder block", 32, true, encoder},
+           {"decoder block", 32, true, decoder}}};
 }
 
 }  // namespace
