@@ -35,6 +35,18 @@ std::vector<Mesh> two_axes(const Mesh& asked) {
   return meshes;
 }
 
+std::optional<Choice> on_more_ranks(const Model& model, const Options& options, int64_t memory) {
+  try {
+    for (int64_t ranks = 2 * options.mesh.size(); ranks <= kMostRanks; ranks *= 2) {
+      auto choice = try_strategy(model, options, "zero3", make_mesh({ranks}));
+      if (choice.bytes <= memory) return choice;
+    }
+  } catch (const ValueError&) {
+    // Padding beyond what can be counted: no answer either.
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 Fit fit(const Model& model, const Options& options, const std::string& strategy, int64_t memory) {
@@ -54,10 +66,7 @@ Fit fit(const Model& model, const Options& options, const std::string& strategy,
   const auto it = std::find_if(result.same_ranks.begin(), result.same_ranks.end(),
                                [&](const Choice& c) { return c.bytes <= memory; });
   if (it != result.same_ranks.end()) result.best = *it;
-  for (int64_t ranks = 2 * options.mesh.size(); !result.best && !result.more_ranks && ranks <= kMostRanks; ranks *= 2) {
-    auto choice = try_strategy(model, options, "zero3", make_mesh({ranks}));
-    if (choice.bytes <= memory) result.more_ranks = std::move(choice);
-  }
+  if (!result.best) result.more_ranks = on_more_ranks(model, options, memory);
   return result;
 }
 

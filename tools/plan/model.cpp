@@ -7,13 +7,29 @@
 #include <fsdp/owner_plan.h>
 
 namespace fsdp::plan {
+namespace {
+
+// Far beyond any model, and small enough that bytes of a step, too, fit in 64 bits.
+constexpr int64_t kMostInstances = 100'000;
+
+int64_t checked_numel(const Tensor& t, const std::string& where) {
+  try {
+    return numel(t.shape);
+  } catch (const ValueError&) {
+    throw ValueError(where + ", tensor \"" + t.name + "\": its elements do not fit in 64 bits");
+  }
+}
+
+}  // namespace
 
 void check(const Model& model) {
   if (model.units.empty()) throw ValueError("model \"" + model.name + "\": expected at least one unit");
   for (size_t i = 0; i < model.units.size(); ++i) {
     const auto& unit = model.units[i];
     const auto where = "model \"" + model.name + "\", unit \"" + unit.name + "\"";
-    if (unit.count < 1) throw ValueError(where + ": expected a count of at least 1, got " + std::to_string(unit.count));
+    if (unit.count < 1 || unit.count > kMostInstances)
+      throw ValueError(where + ": expected a count of 1 to " + std::to_string(kMostInstances) + ", got " +
+                       std::to_string(unit.count));
     if (unit.tensors.empty()) throw ValueError(where + ": expected at least one tensor");
     if (unit.root && (i > 0 || unit.count > 1))
       throw ValueError(where + ": a root lies around all other units, so it is the first and the only one");
@@ -24,9 +40,12 @@ void check(const Model& model) {
         if (t.shape[d] < 0)
           throw ValueError(where + ", tensor \"" + t.name + "\": dimension " + std::to_string(d) + " is " +
                            std::to_string(t.shape[d]) + "; expected at least 0");
-      numel(t.shape);
+      checked_numel(t, where);
     }
   }
+  if (instances(model) > kMostInstances)
+    throw ValueError("model \"" + model.name + "\": expected at most " + std::to_string(kMostInstances) +
+                     " units, got " + std::to_string(instances(model)));
 }
 
 Shape planned_shape(const Shape& shape) {
@@ -36,17 +55,6 @@ Shape planned_shape(const Shape& shape) {
 }
 
 int64_t numel(const Shape& shape) { return element_cost(shape); }
-
-int64_t parameters(const Model& model) {
-  int64_t total = 0;
-  for (const auto& unit : model.units)
-    for (const auto& t : unit.tensors) {
-      int64_t all = 0;
-      if (__builtin_mul_overflow(unit.count, numel(t.shape), &all) || __builtin_add_overflow(total, all, &total))
-        throw ValueError("model \"" + model.name + "\": its number of parameters does not fit in 64 bits");
-    }
-  return total;
-}
 
 int64_t instances(const Model& model) {
   int64_t n = 0;

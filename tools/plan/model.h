@@ -34,16 +34,16 @@ struct Model {
   std::vector<std::string> notes = {};  ///< what a reader left out, for the report
 };
 
-/// ValueError naming the unit (and tensor): no units, a unit without tensors, a count below 1, a shape with a negative
-/// dimension, a root that is not first or occurs more than once, two tensors of one name in a unit.
+/// ValueError naming the unit (and tensor): no units or more than 100,000, a unit without tensors, a count below 1, a
+/// shape with a negative dimension or beyond 64 bits, a root that is not first or occurs more than once, two tensors of
+/// one name in a unit.
 void check(const Model&);
 
 /// The shape as the planner sees it: a scalar is one row, and a tensor without elements has no rows.
 Shape planned_shape(const Shape&);
 /// Elements. ValueError on overflow.
 int64_t numel(const Shape&);
-/// Elements of all units, times their counts.
-int64_t parameters(const Model&);
+/// Units, each as often as it occurs.
 int64_t instances(const Model&);
 
 }  // namespace fsdp::plan

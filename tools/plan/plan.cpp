@@ -10,14 +10,14 @@ namespace fsdp::plan {
 namespace {
 
 void check_options(const Options& o) {
-  auto at_least = [](const char* what, int64_t value, int64_t least) {
-    if (value < least)
-      throw ValueError(std::string(what) + ": expected at least " + std::to_string(least) + ", got " +
-                       std::to_string(value));
+  auto within = [](const char* what, int64_t value, int64_t least, int64_t most) {
+    if (value < least || value > most)
+      throw ValueError(std::string(what) + ": expected " + std::to_string(least) + " to " + std::to_string(most) +
+                       ", got " + std::to_string(value));
   };
-  at_least("block size", o.block, 1);
-  at_least("optimizer state", o.optimizer_state, 0);
-  at_least("microbatches", o.microbatches, 1);
+  within("block size", o.block, 1, INT64_MAX);
+  within("optimizer state", o.optimizer_state, 0, 1024);
+  within("microbatches", o.microbatches, 1, 1024);
   o.placements.validate();
   if (o.placements.dp_axes.size() != o.mesh.shape.size())
     throw ValueError("placements: expected one per axis of the mesh (" + std::to_string(o.mesh.shape.size()) +
@@ -179,13 +179,22 @@ int64_t Plan::padding() const {
 Plan make_plan(const Model& model, const Options& options) {
   check(model);
   check_options(options);
-  fsdp::plan::parameters(model);  // overflow
   Plan plan{model.name, options, {}};
   if (options.layout == Options::Layout::kTensorAtomic) {
     plan.units = plan_by_owners(model, options);
   } else {
     for (const auto& unit : model.units) plan.units.push_back(plan_by_rows(unit, options));
   }
+  // Bytes of a step are at most 2^48 elements x 8 bytes x 1024 microbatches, twice: 64 bits hold them.
+  constexpr int64_t kMost = int64_t{1} << 48;
+  int64_t left = kMost;
+  for (const auto& unit : plan.units)
+    for (const auto& g : unit.groups) {
+      if (g.layout.size > left / unit.count)
+        throw ValueError("model \"" + model.name + "\": its buffers have more than 2^48 elements in all, padding " +
+                         "included (unit \"" + unit.name + "\" has " + std::to_string(g.layout.size) + ")");
+      left -= g.layout.size * unit.count;
+    }
   return plan;
 }
 

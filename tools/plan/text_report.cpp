@@ -146,11 +146,18 @@ void write_fit(std::ostream& out, const Report& r) {
       out << "; the transient peak alone is more, so divide the model into smaller units";
     out << "\n";
   }
+  const bool two =
+      std::any_of(fit.same_ranks.begin(), fit.same_ranks.end(), [](const Choice& c) { return c.mesh.ndim() == 2; });
   Table table(2);
-  table.row({"strategy", "mesh", "largest rank", "a rank sends", "over the outer axis", ""});
+  auto row = [&](std::vector<std::string> cells, const std::string& outer, const std::string& fits) {
+    if (two) cells.push_back(outer);
+    cells.push_back(fits);
+    table.row(std::move(cells));
+  };
+  row({"strategy", "mesh", "largest rank", "a rank sends"}, "of it over outer", "");
   for (const auto& c : fit.same_ranks)
-    table.row({c.strategy, c.mesh.text(), sized(c.bytes), sized(c.sent), c.mesh.ndim() == 2 ? sized(c.outer) : "",
-               c.bytes <= fit.memory ? "fits" : ""});
+    row({c.strategy, c.mesh.text(), sized(c.bytes), sized(c.sent)}, c.mesh.ndim() == 2 ? sized(c.outer) : "",
+        c.bytes <= fit.memory ? "fits" : "");
   table.write(out);
   if (fit.fits()) return;
   if (fit.best)

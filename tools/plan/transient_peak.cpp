@@ -29,14 +29,19 @@ GroupBytes bytes_of_group(const GroupPlan& g, const Options& o, int64_t rank) {
   auto range = [&](const std::vector<Placement>& p) { return local_range(o.mesh, p, g.layout, rank); };
   GroupBytes b;
   b.trainable = g.trainable;
-  if (range(g.parameter).size() < g.layout.size) b.weights = g.layout.size * bytes_of(g.compute);
+  if (!g.gather.empty()) b.weights = g.layout.size * bytes_of(g.compute);
   if (!g.trainable) return b;
   b.contributes = !g.contribute.empty();
   b.finalizes = !g.finalize.empty();
   b.packed = g.layout.size * bytes_of(g.comm.value_or(g.compute));
   b.gradients = g.payload_before.back() * bytes_of(g.compute);
   const auto accumulated = range(g.accumulated), optimizer = range(g.optimizer);
-  if (accumulated != optimizer) b.accumulator = accumulated.size() * bytes_of(g.grad);
+  // Where the last reduction leaves every range as it is, gradients add up in what the optimizer reads. This is a
+  // matter of placements: that one rank happens to hold everything makes no difference.
+  const bool moves = std::any_of(g.finalize.begin(), g.finalize.end(), [](const Step& s) {
+    return s.kind != Step::Kind::kAllReduce && s.kind != Step::Kind::kRelabel;
+  });
+  if (moves) b.accumulator = accumulated.size() * bytes_of(g.grad);
   const bool reduces = std::any_of(g.finalize.begin(), g.finalize.end(), [](const Step& s) { return s.reduces(); });
   if (reduces && g.comm && *g.comm != g.grad)
     b.finalizing = accumulated.size() * bytes_of(*g.comm);
