@@ -14,9 +14,10 @@ constexpr std::chrono::milliseconds kPeriod(500);
 
 }  // namespace
 
-void JobFailures::watch(c10::intrusive_ptr<c10d::Store> store) {
+void JobFailures::watch(c10::intrusive_ptr<c10d::Store> store, bool serves) {
   std::lock_guard lock(mutex_);
   running_ = true;
+  serves_ = serves;
   // The thread holds this object: stop() may have to leave it behind in a call that the network does not answer.
   thread_ = std::thread([self = shared_from_this(), store = std::move(store)] { self->run(store); });
 }
@@ -25,10 +26,16 @@ void JobFailures::stop() noexcept {
   std::vector<std::shared_ptr<Communicator>> kept;
   {
     std::unique_lock lock(mutex_);
-    stop_ = true;
     kept.swap(kept_);  // they hold this object
+    changed_.wait_for(lock, 2 * kPeriod, [&] { return !running_ || report_.empty(); });
+    if (running_ && serves_ && !first_.empty()) {
+      lock.unlock();
+      std::this_thread::sleep_for(kPeriod * 3 / 2);  // who waits looks once a period
+      lock.lock();
+    }
+    stop_ = true;
     changed_.notify_all();
-    changed_.wait_for(lock, std::chrono::seconds(2), [&] { return !running_; });
+    changed_.wait_for(lock, kPeriod, [&] { return !running_; });
     if (thread_.joinable() && running_) thread_.detach();
   }
   if (thread_.joinable()) thread_.join();
@@ -40,15 +47,28 @@ void JobFailures::add(const std::shared_ptr<Communicator>& comm) {
     std::lock_guard lock(mutex_);
     std::erase_if(communicators_, [](const auto& c) { return c.expired(); });
     communicators_.push_back(comm);
-    if (keep_ && !stop_) kept_.push_back(comm);
+    if (!threads_.empty() && !stop_) kept_.push_back(comm);
     why = ended_;
   }
   if (!why.empty()) comm->fail(why);
 }
 
-void JobFailures::keep_communicators() {
+void JobFailures::share(std::vector<std::weak_ptr<JobFailures>> ranks) {
   std::lock_guard lock(mutex_);
-  keep_ = true;
+  threads_ = std::move(ranks);
+}
+
+void JobFailures::abort_job(const std::string& why) noexcept {
+  report(why);
+  fail_all(why);
+  std::vector<std::weak_ptr<JobFailures>> ranks;
+  {
+    std::lock_guard lock(mutex_);
+    ranks = threads_;
+  }
+  for (const auto& weak : ranks)
+    if (auto other = weak.lock(); other && other.get() != this)
+      other->fail_all(fmt::format("another rank failed: {}", why));
 }
 
 void JobFailures::fail_all(const std::string& why) noexcept {
@@ -82,13 +102,10 @@ std::string JobFailures::first_elsewhere() {
 
 void JobFailures::run(const c10::intrusive_ptr<c10d::Store>& store) {
   std::unique_lock lock(mutex_);
-  bool waited = false;
   try {
     while (!stop_ || !report_.empty()) {
       if (report_.empty()) changed_.wait_for(lock, kPeriod, [&] { return stop_ || !report_.empty(); });
-      // Short waits, which are the rule, cost the store nothing.
-      const bool waits = waiting_ > 0, look = waits && waited && ended_.empty();
-      waited = waits;
+      const bool look = waiting_ > 0 && ended_.empty();
       if (!report_.empty() || look) exchange(*store, lock, look);
     }
   } catch (const std::exception&) {

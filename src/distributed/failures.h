@@ -26,18 +26,19 @@ class JobFailures : public std::enable_shared_from_this<JobFailures> {
 
   int64_t rank() const { return rank_; }
 
-  /// Starts the watching thread, which alone uses `store` from here on.
-  void watch(c10::intrusive_ptr<c10d::Store> store);
-  /// Ends the thread, after what was reported is out or two seconds have passed, and forgets the communicators.
+  /// Starts the watching thread, which alone uses `store` from here on. `serves`: this process has the store itself.
+  void watch(c10::intrusive_ptr<c10d::Store> store, bool serves);
+  /// Ends the thread and forgets the communicators. After a failure it first gives the message time to be written, and
+  /// where the store ends with this process, to be read; two seconds at most.
   void stop() noexcept;
 
   void add(const std::shared_ptr<Communicator>& comm);
-  /// Communicators live as long as the world from here on. Ranks as threads: the end of one rank must not look like a
-  /// lost peer to the others.
-  void keep_communicators();
+  /// Ranks as threads, all of them given here: abort_job() reaches them directly. Communicators live as long as the
+  /// world from here on, so that the end of one rank does not look like a lost peer to the others.
+  void share(std::vector<std::weak_ptr<JobFailures>> ranks);
 
-  /// Ends all communicators of this rank, and those added later.
-  void fail_all(const std::string& why) noexcept;
+  /// Ends all communicators of this rank, and those added later, and does or has the same done at the other ranks.
+  void abort_job(const std::string& why) noexcept;
   /// Tells the other processes of this rank's failure, unless the job has one already. Returns at once.
   void report(const std::string& why) noexcept;
   /// Why everything was ended; empty if nothing was.
@@ -59,6 +60,7 @@ class JobFailures : public std::enable_shared_from_this<JobFailures> {
   };
 
  private:
+  void fail_all(const std::string& why) noexcept;
   void run(const c10::intrusive_ptr<c10d::Store>& store);
   void exchange(c10d::Store& store, std::unique_lock<std::mutex>& lock, bool look);
 
@@ -68,11 +70,11 @@ class JobFailures : public std::enable_shared_from_this<JobFailures> {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::thread thread_;
-  bool running_ = false, stop_ = false;
+  bool running_ = false, serves_ = false, stop_ = false;
   std::string report_;  // not written to the store yet
   std::string first_;   // what the store says
   std::string ended_;
-  bool keep_ = false;
+  std::vector<std::weak_ptr<JobFailures>> threads_;
   std::vector<std::weak_ptr<Communicator>> communicators_;
   std::vector<std::shared_ptr<Communicator>> kept_;
 };

@@ -92,9 +92,12 @@ void run_threads(int64_t world_size, std::function<void(std::shared_ptr<World>)>
     impl->size = world_size;
     impl->store = store;
     impl->trace = std::make_shared<detail::CommTrace>(r);
-    impl->trace->failures()->keep_communicators();
     worlds.push_back(std::make_shared<World>(std::move(impl)));
   }
+
+  std::vector<std::weak_ptr<detail::JobFailures>> failures;
+  for (auto& world : worlds) failures.push_back(world->trace()->failures());
+  for (auto& world : worlds) world->trace()->failures()->share(failures);
 
   std::mutex mutex;
   std::exception_ptr first;
@@ -112,8 +115,7 @@ void run_threads(int64_t world_size, std::function<void(std::shared_ptr<World>)>
           failed = r;
         }
         // Only after the first failure is on record: what follows from this fails later.
-        const auto why = fmt::format("another rank failed: {}", with_rank(r, std::current_exception()));
-        for (auto& world : worlds) world->trace()->failures()->fail_all(why);
+        worlds[r]->trace()->failures()->abort_job(with_rank(r, std::current_exception()));
         store->stop();
       }
     });

@@ -112,10 +112,7 @@ std::shared_ptr<Communicator> World::communicator(std::span<const int64_t> ranks
 
 void World::abort(std::string_view why) noexcept {
   try {
-    const auto text = fmt::format("rank {}: {}", impl_->rank, why);
-    auto& failures = *impl_->trace->failures();
-    failures.report(text);
-    failures.fail_all(text);
+    impl_->trace->failures()->abort_job(fmt::format("rank {}: {}", impl_->rank, why));
   } catch (const std::exception&) {
     // Out of memory for the text: the peers time out.
   }
@@ -194,7 +191,7 @@ void join(World::Impl& world, const detail::Launch& launch, std::chrono::millise
             "MASTER_PORT to a free one), or two processes one rank",
             holder, address);
     }
-    failures.watch(c10::make_intrusive<c10d::PrefixStore>(prefix, store->clone()));
+    failures.watch(c10::make_intrusive<c10d::PrefixStore>(prefix, store->clone()), launch.serves_store);
   } catch (const std::exception& e) {
     problem = detail::text_of(e);
   }
