@@ -17,6 +17,7 @@ struct World::Impl {
   c10::Device device{c10::kCPU};
   c10::intrusive_ptr<c10d::Store> store;
   bool single_host = true;
+  bool simulated = false;                    // the other ranks do not exist
   std::shared_ptr<detail::CommTrace> trace;  // made by World
   int64_t meshes = 0, barriers = 0;
 };

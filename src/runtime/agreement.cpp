@@ -66,6 +66,7 @@ void ContextState::check_ranks_agree() {
   for (auto& [mesh, text] : meshes) {
     if (mesh.size() == 1) continue;
     auto& comm = mesh.communicator_all(Channel::kControl);
+    if (comm.backend() == "fake") continue;  // nothing comes from the other ranks
     const auto hash = static_cast<int64_t>(std::hash<std::string>{}(text));
     auto hashes = gather(comm, at::tensor({hash}, at::kLong).to(comm.device()));
     // Every rank sees the same hashes, so either all of them exchange texts or none.

@@ -4,6 +4,8 @@
 #include <sstream>
 #include <tuple>
 
+#include <fsdp/distributed/simulated_world.h>
+
 #include "plan/figures.h"
 #include "plan/strategy.h"
 #include "support/ranks.h"
@@ -13,15 +15,16 @@ namespace {
 
 constexpr int64_t kBlocks = 3;
 
-/// A root whose parameters are used first and last, around equal blocks. No shape divides evenly among the ranks.
+/// A root whose parameters are used first and last, around equal blocks. By default no shape divides evenly among the
+/// ranks.
 struct TowerImpl : torch::nn::Module {
   torch::nn::Linear in{nullptr}, out{nullptr};
   torch::nn::ModuleList blocks{nullptr};
-  TowerImpl() {
-    in = register_module("in", torch::nn::Linear(5, 6));
+  TowerImpl(int64_t width, int64_t hidden) {
+    in = register_module("in", torch::nn::Linear(5, width));
     blocks = register_module("blocks", torch::nn::ModuleList());
-    for (int64_t i = 0; i < kBlocks; ++i) blocks->push_back(Block(6, 11));
-    out = register_module("out", torch::nn::Linear(6, 3));
+    for (int64_t i = 0; i < kBlocks; ++i) blocks->push_back(Block(width, hidden));
+    out = register_module("out", torch::nn::Linear(width, 3));
     fill_by_formula(*this);
   }
   torch::Tensor forward(torch::Tensor x) {
@@ -55,6 +58,7 @@ struct Case {
   bool keep = false;         // reshard_after_forward = false
   bool reduce_last = false;  // kLastMicrobatch
   int64_t microbatches = 1;
+  int64_t width = 6, hidden = 11;
 
   std::string name() const {
     std::ostringstream s;
@@ -90,7 +94,7 @@ struct Measured {
 };
 
 Measured run(const Case& c, const DeviceMesh& mesh, const Placements& placements) {
-  Tower tower;
+  Tower tower(c.width, c.hidden);
   FsdpContext ctx(mesh.device(), {.grad_reduction = c.reduce_last ? RuntimePolicy::GradReduction::kLastMicrobatch
                                                                   : RuntimePolicy::GradReduction::kEveryMicrobatch});
   MixedPrecisionPolicy precision;
@@ -145,25 +149,29 @@ Measured run(const Case& c, const DeviceMesh& mesh, const Placements& placements
 
 const char* torch_name(plan::Dtype dtype) { return dtype == plan::Dtype::kBFloat16 ? "BFloat16" : "Float"; }
 
+plan::Plan plan_of(const Case& c) { return plan::make_plan(model_of(Tower(c.width, c.hidden)), c.options()); }
+
+void compare(const Case& c, const plan::Plan& plan, const DeviceMesh& mesh) {
+  const auto measured = run(c, mesh, plan.options.placements);
+  const auto planned = plan::figures(plan, mesh.rank());
+  std::ostringstream text;
+  text << c.name() << ", rank " << mesh.rank();
+  const auto where = text.str();
+  EXPECT_EQ(measured.main_weights, planned.rest.main_weights) << where;
+  EXPECT_EQ(measured.model_weights, planned.rest.model_weights) << where;
+  EXPECT_EQ(measured.gradients, planned.rest.gradients) << where;
+  EXPECT_EQ(measured.persistent, planned.rest.library()) << where;
+  EXPECT_EQ(measured.optimizer_state, planned.rest.optimizer_state) << where;
+  std::map<std::tuple<std::string, std::string, std::string>, std::tuple<int64_t, int64_t, int64_t>> expected;
+  for (const auto& t : planned.traffic)
+    expected[{plan.options.mesh.axes[t.axis], t.operation, torch_name(t.dtype)}] = {t.calls, t.elements, t.bytes};
+  EXPECT_THAT(measured.traffic, ::testing::ContainerEq(expected)) << where;
+  EXPECT_EQ(measured.peak, planned.peak.library_bytes) << where;
+}
+
 void expect_as_planned(const Case& c) {
-  const auto plan = plan::make_plan(model_of(Tower()), c.options());
-  on_mesh(c.mesh, [&](const DeviceMesh& mesh) {
-    const auto measured = run(c, mesh, plan.options.placements);
-    const auto planned = plan::figures(plan, mesh.rank());
-    std::ostringstream text;
-    text << c.name() << ", rank " << mesh.rank();
-    const auto where = text.str();
-    EXPECT_EQ(measured.main_weights, planned.rest.main_weights) << where;
-    EXPECT_EQ(measured.model_weights, planned.rest.model_weights) << where;
-    EXPECT_EQ(measured.gradients, planned.rest.gradients) << where;
-    EXPECT_EQ(measured.persistent, planned.rest.library()) << where;
-    EXPECT_EQ(measured.optimizer_state, planned.rest.optimizer_state) << where;
-    std::map<std::tuple<std::string, std::string, std::string>, std::tuple<int64_t, int64_t, int64_t>> expected;
-    for (const auto& t : planned.traffic)
-      expected[{plan.options.mesh.axes[t.axis], t.operation, torch_name(t.dtype)}] = {t.calls, t.elements, t.bytes};
-    EXPECT_THAT(measured.traffic, ::testing::ContainerEq(expected)) << where;
-    EXPECT_EQ(measured.peak, planned.peak.library_bytes) << where;
-  });
+  const auto plan = plan_of(c);
+  on_mesh(c.mesh, [&](const DeviceMesh& mesh) { compare(c, plan, mesh); });
 }
 
 TEST(PlanAndRun, EveryStrategyAndPrecision) {
@@ -174,6 +182,8 @@ TEST(PlanAndRun, EveryStrategyAndPrecision) {
     for (const char* strategy : {"hsdp", "hfsdp"})
       expect_as_planned({.strategy = strategy, .mesh = {2, 2}, .bf16 = bf16});
   }
+  expect_as_planned({.strategy = "zero3", .mesh = {8}});
+  expect_as_planned({.strategy = "hfsdp", .mesh = {2, 4}});
 }
 
 TEST(PlanAndRun, Microbatches) {
@@ -214,6 +224,33 @@ TEST(PlanAndRun, OtherTriples) {
   expect_as_planned({.strategy = "SS,SS,SS", .mesh = {2, 2}, .bf16 = true});
   expect_as_planned({.strategy = "RS,PS,SS", .mesh = {4, 1}});
   expect_as_planned({.strategy = "RS,PS,SS", .mesh = {1, 4}});
+}
+
+// One rank, alone in its process, of jobs that this machine could not run.
+TEST(PlanAndRun, OneRankOfManyThousand) {
+  for (const auto& [strategy, shape] : std::vector<std::pair<std::string, std::vector<int64_t>>>{
+           {"hfsdp", {8, 128}}, {"hsdp", {8, 128}}, {"zero3", {1024}}, {"zero1", {16384}}})
+    for (bool unpadded : {false, true}) {
+      const Case c{.strategy = strategy,
+                   .mesh = shape,
+                   .bf16 = true,
+                   .unpadded = unpadded,
+                   .microbatches = 2,
+                   .width = 64,
+                   .hidden = 2048};
+      const auto plan = plan_of(c);
+      const auto ranks = plan.options.mesh.size();
+      for (int64_t rank : {int64_t{0}, ranks / 2 + 5, ranks - 1}) {
+        auto world = simulate_world(rank, ranks);
+        world->barrier();
+        compare(c, plan, init_device_mesh(world, shape, plan.options.mesh.axes));
+      }
+    }
+}
+
+TEST(SimulatedWorld, RefusesRanksThatItDoesNotHave) {
+  EXPECT_THAT(thrown<ValueError>([] { simulate_world(8, 8); }), ::testing::HasSubstr("0 to 7, got 8"));
+  EXPECT_THAT(thrown<ValueError>([] { simulate_world(-1, 8); }), ::testing::HasSubstr("got -1"));
 }
 
 }  // namespace
