@@ -39,6 +39,14 @@ enum class PrefetchOrder {
 /// Owner rank of each parameter that TensorAtomic places, keyed by the parameter's handle.
 using OwnerMap = std::unordered_map<const c10::TensorImpl*, int64_t>;
 
+/// Bytes that a context's units hold beside their persistent buffers: gathered weights, gradients being reduced, and
+/// gradients accumulated before their reduction. Full gradients as autograd makes them are not counted.
+struct TransientMemory {
+  int64_t bytes = 0;         ///< in use now
+  int64_t peak_bytes = 0;    ///< most in use at once, since construction or reset_peak_memory()
+  int64_t pooled_bytes = 0;  ///< allocated but idle, kept for the next use (CPU only)
+};
+
 /// Handle to the state that the FSDP units of one model share: prefetch orders, the microbatch flag, outstanding
 /// communication. Modules keep that state alive, so the handle may go first. Belongs to one rank's thread.
 class FsdpContext {
@@ -72,6 +80,9 @@ class FsdpContext {
   std::vector<FsdpModule*> backward_order() const;
   /// Units that lie under no other unit of this context, in order of construction.
   std::vector<FsdpModule*> roots() const;
+
+  TransientMemory transient_memory() const;
+  void reset_peak_memory();
 
   const std::shared_ptr<detail::ContextState>& state() const { return state_; }
   /// Another handle to existing state (for the library's own use).

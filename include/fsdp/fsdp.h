@@ -1,7 +1,9 @@
 #pragma once
 
 /// Fully sharded data parallel for LibTorch: everything a training program needs.
+#include <fsdp/activation_checkpoint.h>
 #include <fsdp/collective_log.h>
+#include <fsdp/compat.h>
 #include <fsdp/context.h>
 #include <fsdp/dbuffer.h>
 #include <fsdp/distributed/communicator.h>

@@ -4,6 +4,7 @@
 #include <optional>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -40,7 +41,8 @@ class ForwardGuard {
   ForwardGuard(const ForwardGuard&) = delete;
   ForwardGuard& operator=(const ForwardGuard&) = delete;
 
-  void input(const at::Tensor& tensor);
+  /// Hooks a tensor on its way in or out, after replacing it by a cast where the unit was given one.
+  void input(at::Tensor& tensor);
   void output(at::Tensor& tensor);
   /// The forward returned; without this the destructor undoes it as for an exception.
   void finish();
@@ -68,6 +70,11 @@ struct Signature<R (C::*)(A...) noexcept> : Signature<R (C::*)(A...)> {};
 template <class C, class R, class... A>
 struct Signature<R (C::*)(A...) const noexcept> : Signature<R (C::*)(A...)> {};
 
+/// Arguments whose tensors matter: they tell when a frozen unit's backward is over, and may have to be cast.
+template <class T>
+inline constexpr bool kHoldsTensors = std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>> ||
+                                      std::is_same_v<T, std::vector<at::Tensor>>;
+
 template <class Impl, class F>
 class HookedForward;
 template <class Impl, class R, class... A>
@@ -79,12 +86,11 @@ class HookedForward<Impl, R(A...)> : public Impl, public HookSlot {
   R forward(A... arguments) {
     if (!unit()) return Impl::forward(std::forward<A>(arguments)...);
     ForwardGuard guard(unit());
-    (visit_argument(guard, arguments), ...);
     if constexpr (std::is_void_v<R>) {
-      Impl::forward(std::forward<A>(arguments)...);
+      Impl::forward(guarded<A>(guard, arguments)...);
       guard.finish();
     } else {
-      R result = Impl::forward(std::forward<A>(arguments)...);
+      R result = Impl::forward(guarded<A>(guard, arguments)...);
       visit_tensors([&](at::Tensor& t) { guard.output(t); }, result);
       guard.finish();
       return static_cast<R>(result);
@@ -92,11 +98,19 @@ class HookedForward<Impl, R(A...)> : public Impl, public HookSlot {
   }
 
  private:
-  /// Only plain tensors among the arguments matter (they tell when a frozen unit's backward is over).
+  /// What Impl's forward gets for an argument: a value or const reference with tensors in it is copied (handles, not
+  /// data), so that the guard may replace them. Where the caller could see another object, its own is passed.
   template <class T>
-  static void visit_argument(ForwardGuard& guard, const T& argument) {
-    if constexpr (std::is_same_v<T, at::Tensor>)
-      if (argument.defined()) guard.input(argument);
+  static decltype(auto) guarded(ForwardGuard& guard, std::remove_reference_t<T>& argument) {
+    using Value = std::remove_cv_t<std::remove_reference_t<T>>;
+    constexpr bool replaceable = std::is_same_v<T, Value> || std::is_same_v<T, const Value&>;
+    if constexpr (kHoldsTensors<Value> && replaceable && !std::is_reference_v<R>) {
+      Value value = std::forward<T>(argument);
+      visit_tensors([&](at::Tensor& t) { guard.input(t); }, value);
+      return value;
+    } else {
+      return std::forward<T>(argument);
+    }
   }
 };
 

@@ -27,6 +27,15 @@ void ContextState::require_finalized(const char* what) const {
                     what));
 }
 
+void ContextState::finalize() {
+  if (finalized) throw StateError("the context is finalized already");
+  compute_orders();
+  check_ranks_agree();
+  for (auto* unit : roots)
+    if (unit->root_keeps_weights) unit->schedule.reshard_after_forward = false;
+  finalized = true;
+}
+
 void ContextState::forget(Unit* unit) {
   for (auto* list : {&registered, &roots, &forward, &backward, &reduction, &operator_forwards, &recorded_forward,
                      &recorded_backward, &recording_forward, &recording_backward, &previous_expected})
@@ -81,12 +90,7 @@ FsdpContext::FsdpContext(FsdpContext&&) noexcept = default;
 FsdpContext& FsdpContext::operator=(FsdpContext&&) noexcept = default;
 FsdpContext::~FsdpContext() = default;
 
-void FsdpContext::finalize() {
-  if (state_->finalized) throw StateError("the context is finalized already");
-  state_->compute_orders();
-  state_->check_ranks_agree();
-  state_->finalized = true;
-}
+void FsdpContext::finalize() { state_->finalize(); }
 
 bool FsdpContext::is_finalized() const { return state_->finalized; }
 bool FsdpContext::is_last_microbatch() const { return state_->last_microbatch; }
@@ -99,7 +103,7 @@ int64_t FsdpContext::sync_model_weights() {
                                    unit->display_name(), to_string(unit->phase())));
   for (auto* unit : state_->registered)
     for (auto& group : unit->groups) {
-      group->invalidate();
+      group->values_written();
       ++groups;
     }
   return groups;
@@ -120,6 +124,14 @@ std::vector<FsdpModule*> FsdpContext::roots() const {
   return detail::as_modules(state_->roots);
 }
 
+TransientMemory FsdpContext::transient_memory() const {
+  const auto& pool = *state_->pool;
+  return {static_cast<int64_t>(pool.used_bytes()), static_cast<int64_t>(pool.peak_bytes()),
+          static_cast<int64_t>(pool.idle_bytes())};
+}
+
+void FsdpContext::reset_peak_memory() { state_->pool->reset_peak(); }
+
 ContextScope::ContextScope(FsdpContext& context)
     : active_(std::make_unique<detail::ActiveContext>(context)),
       context_(&context),
@@ -135,7 +147,7 @@ ContextScope fully_shard_context(FsdpContext& context) { return ContextScope(con
 FsdpContext* current_fully_shard_context() { return detail::active_context(); }
 
 MicrobatchScope::MicrobatchScope(FsdpContext& context, bool is_last) : state_(context.state()) {
-  state_->require_finalized("microbatch");
+  if (!state_->finalize_at_first_forward) state_->require_finalized("microbatch");
   previous_ = std::exchange(state_->last_microbatch, is_last);
 }
 

@@ -45,6 +45,7 @@ struct ContextState : std::enable_shared_from_this<ContextState> {
   std::shared_ptr<StoragePool> pool;
 
   bool finalized = false;
+  bool finalize_at_first_forward = false;  // nobody holds a handle to call finalize()
   bool last_microbatch = true;
   int forward_scopes = 0;
   std::vector<Unit*> registered;  // in order of construction
@@ -61,6 +62,7 @@ struct ContextState : std::enable_shared_from_this<ContextState> {
   std::vector<Unit*> recording_forward, recording_backward;
 
   void require_finalized(const char* what) const;
+  void finalize();
   void forget(Unit* unit);
   void compute_orders();
   void check_ranks_agree();

@@ -20,6 +20,7 @@
 
 #include "runtime/ownership.h"
 #include "runtime/registry.h"
+#include "runtime/shard_request.h"
 #include "runtime/unit.h"
 
 namespace fsdp {
@@ -108,13 +109,11 @@ void initialise_meta(Group& group, const std::vector<ParameterInfo>& parameters,
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& p = parameters[i];
     if (!p.tensor.is_meta()) continue;
-    const auto& rows = group.main_weight().local_rows(static_cast<int64_t>(i));
     // One whole tensor at a time, on every rank: values cannot depend on where the cuts are.
     auto full = at::zeros(p.tensor.sizes(), group.main_weight().local_buffer().options());
     init(p.names.front(), full);
     signature += fmt::format("  parameter '{}' initialised to {:016x}\n", p.names.front(), hash_values(full));
-    if (rows.begin == rows.end) continue;
-    group.set_rows(i, full.dim() == 0 ? full.view({1}) : full.narrow(0, rows.begin, rows.end - rows.begin));
+    group.initialise(i, full);
   }
 }
 
@@ -145,30 +144,25 @@ void check_arguments(const torch::nn::Module& module, const DeviceMesh& mesh, co
 
 }  // namespace
 
-}  // namespace detail
-
-FsdpModule& fully_shard(torch::nn::Module& module, const DeviceMesh& mesh, const Placements& placements,
-                        MixedPrecisionPolicy precision, double grad_scale, SchedulePolicy schedule, ShardLayout layout,
-                        ParameterInit init) {
-  using namespace detail;
+FsdpModule& shard_module(torch::nn::Module& module, const DeviceMesh& mesh, const Placements& placements,
+                         ShardRequest request, const std::shared_ptr<ContextState>& context) {
   link_operator_hooks();
   Unhooked unhooked;
   c10::NoGradGuard no_grad;
+  const auto& precision = request.precision;
+  const double grad_scale = request.grad_scale;
 
   // ---- everything that can be refused, before anything changes
-  auto* active = active_context();
-  if (!active)
-    throw StateError(
-        "fully_shard: no context is active on this thread; open auto scope = fsdp::fully_shard_context(ctx)");
-  auto context = active->state();
   if (context->finalized) throw StateError("fully_shard: the context is finalized; no unit can join it any more");
   placements.validate();
-  check_arguments(module, mesh, precision, grad_scale, schedule, *context);
+  check_arguments(module, mesh, precision, grad_scale, request.schedule, *context);
   auto dp_mesh = mesh.sub(placements.dp_axes);
-  auto ownership = collect_ownership(module, *context);
+  auto ownership = collect_ownership(module, *context, request.ignored);
 
   const bool one_stream = !context->policy.overlap_allgather_reduction;
-  auto unit = std::make_shared<Unit>(context, module, schedule);
+  auto unit = std::make_shared<Unit>(context, module, request.schedule);
+  unit->casts = request.casts;
+  unit->root_keeps_weights = request.root_keeps_weights;
   unit->mesh = dp_mesh;
   std::string signature;
   for (const auto& parameters : ownership.groups) {
@@ -178,7 +172,7 @@ FsdpModule& fully_shard(torch::nn::Module& module, const DeviceMesh& mesh, const
                          .optimizer = for_buffers(placements.optimizer),
                          .precision = precision,
                          .grad_scale = grad_scale,
-                         .layout = layout,
+                         .layout = request.layout,
                          .reduction = context->policy.grad_reduction,
                          .reduce_channel = one_stream ? Channel::kGather : Channel::kReduce,
                          .pool = context->pool};
@@ -193,7 +187,7 @@ FsdpModule& fully_shard(torch::nn::Module& module, const DeviceMesh& mesh, const
       signature += fmt::format("  parameter '{}' [{}] {} {}{}\n", p.names.front(), fmt::join(p.tensor.sizes(), ", "),
                                c10::toString(p.tensor.scalar_type()), p.tensor.requires_grad() ? "trainable" : "frozen",
                                p.tensor.is_meta() ? "" : fmt::format(" initialised to {:016x}", hash_values(p.tensor)));
-    initialise_meta(*group, parameters, init, signature);
+    initialise_meta(*group, parameters, request.init, signature);
     signature += fmt::format("  placements {} {} {}, grad_scale {}, {} {}\n", to_string(std::span(options.parameter)),
                              to_string(std::span(options.gradient)), to_string(std::span(options.optimizer)),
                              grad_scale, c10::toString(group->main_dtype()), c10::toString(group->compute_dtype()));
@@ -241,6 +235,24 @@ FsdpModule& fully_shard(torch::nn::Module& module, const DeviceMesh& mesh, const
   }
   context->registered.push_back(unit.get());
   return *unit;
+}
+
+}  // namespace detail
+
+FsdpModule& fully_shard(torch::nn::Module& module, const DeviceMesh& mesh, const Placements& placements,
+                        MixedPrecisionPolicy precision, double grad_scale, SchedulePolicy schedule, ShardLayout layout,
+                        ParameterInit init) {
+  auto* active = detail::active_context();
+  if (!active)
+    throw StateError(
+        "fully_shard: no context is active on this thread; open auto scope = fsdp::fully_shard_context(ctx)");
+  return detail::shard_module(module, mesh, placements,
+                              {.precision = precision,
+                               .grad_scale = grad_scale,
+                               .schedule = schedule,
+                               .layout = layout,
+                               .init = std::move(init)},
+                              active->state());
 }
 
 FsdpModule* get_fsdp_module(const torch::nn::Module& module) {

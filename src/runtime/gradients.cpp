@@ -31,7 +31,7 @@ bool may_hold_reduced(const DeviceMesh& mesh, const std::vector<Placement>& plac
 
 Gradients::Gradients(const GroupOptions& options, std::shared_ptr<const GlobalLayout> layout,
                      const std::vector<Handle>& handles, const std::vector<ParameterShape>& shapes,
-                     const std::vector<std::string>& names, at::ScalarType compute)
+                     const std::vector<std::string>& names, at::ScalarType own, at::ScalarType compute)
     : mesh_(options.mesh),
       layout_(std::move(layout)),
       handles_(handles),
@@ -48,9 +48,8 @@ Gradients::Gradients(const GroupOptions& options, std::shared_ptr<const GlobalLa
       finalize_plan_(mesh_, accumulated_, options.optimizer),
       whole_{0, layout_->size},
       accumulated_range_(local_range(mesh_, accumulated_, *layout_)),
-      shared_(accumulated_range_ == local_range(mesh_, options.optimizer, *layout_) &&
-              may_hold_reduced(mesh_, accumulated_)),
-      main_(mesh_, options.optimizer, layout_, options.precision.main_grads_dtype.value_or(compute)),
+      shared_(same_shards(mesh_, accumulated_, options.optimizer) && may_hold_reduced(mesh_, accumulated_)),
+      main_(mesh_, options.optimizer, layout_, options.precision.main_grads_dtype.value_or(own)),
       base_(handles.size(), false),
       pending_(handles.size(), false),
       installed_(handles.size()),

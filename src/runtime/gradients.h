@@ -30,7 +30,8 @@ class Gradients {
  public:
   /// ValueError for placements that cannot be reached.
   Gradients(const GroupOptions& options, std::shared_ptr<const GlobalLayout> layout, const std::vector<Handle>& handles,
-            const std::vector<ParameterShape>& shapes, const std::vector<std::string>& names, at::ScalarType compute);
+            const std::vector<ParameterShape>& shapes, const std::vector<std::string>& names, at::ScalarType own,
+            at::ScalarType compute);
   ~Gradients();
   Gradients(const Gradients&) = delete;
   Gradients& operator=(const Gradients&) = delete;

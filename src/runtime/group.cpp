@@ -72,7 +72,7 @@ Group::Group(const GroupOptions& o, const std::vector<ParameterInfo>& parameters
       gather_plan_(mesh_, o.parameter, replicated(mesh_)),
       full_plan_(mesh_, o.optimizer, replicated(mesh_)),
       aliased_(false),
-      direct_(local_range(mesh_, o.parameter, *layout_) == ElementRange{0, layout_->size}),
+      direct_(same_shards(mesh_, o.parameter, replicated(mesh_))),
       main_(DBuffer::wrap(drained_tensor(local_range(mesh_, o.optimizer, *layout_).size(), at::kFloat, mesh_.device()),
                           mesh_, o.optimizer, layout_)),
       model_(main_),
@@ -87,7 +87,7 @@ Group::Group(const GroupOptions& o, const std::vector<ParameterInfo>& parameters
     names_.push_back(p.names.front());
     aliases_.push_back(p.names);
     registrations_.push_back(p.registrations);
-    meta_.push_back(p.tensor.is_meta());
+    unwritten_.push_back(p.tensor.is_meta() ? p.tensor._version() : -1);
   }
   const auto main_range = local_range(mesh_, o.optimizer, *layout_);
   const auto model_range = local_range(mesh_, o.parameter, *layout_);
@@ -114,7 +114,7 @@ Group::Group(const GroupOptions& o, const std::vector<ParameterInfo>& parameters
     add_hook_key(full_views_.back());
   }
   if (!direct_) drain_storage(full_.storage());  // the views had to be taken while it had its size; no page was touched
-  if (requires_grad_) gradients_.emplace(o, layout_, handles_, shapes_, names_, compute);
+  if (requires_grad_) gradients_.emplace(o, layout_, handles_, shapes_, names_, first.scalar_type(), compute);
 }
 
 Group::~Group() = default;
@@ -124,7 +124,7 @@ void Group::load_initial_values(const std::vector<ParameterInfo>& parameters) {
   c10::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto r = main_.local_rows(static_cast<int64_t>(i));
-    if (meta_[i] || r.begin == r.end) continue;
+    if (unwritten_[i] >= 0 || r.begin == r.end) continue;
     auto value = parameters[i].tensor.detach();
     rest_views_[i].copy_(value.dim() == 0 ? value.view({1}) : value.narrow(0, r.begin, r.end - r.begin));
   }
@@ -139,7 +139,17 @@ void Group::take_over() {
   show(rest_views_);
 }
 
-void Group::set_rows(size_t index, const at::Tensor& rows) { rest_views_[index].copy_(rows); }
+void Group::initialise(size_t index, const at::Tensor& full) {
+  const auto r = main_.local_rows(static_cast<int64_t>(index));
+  unwritten_[index] = -1;
+  if (r.begin == r.end) return;
+  rest_views_[index].copy_(full.dim() == 0 ? full.view({1}) : full.narrow(0, r.begin, r.end - r.begin));
+}
+
+void Group::values_written() {
+  invalidate();
+  std::fill(unwritten_.begin(), unwritten_.end(), -1);
+}
 
 int64_t Group::stamp() const {
   int64_t sum = main_.local_buffer()._version();
@@ -259,6 +269,11 @@ void Group::check_handles(const std::string& unit) const {
     if (!handle.storage().is_alias_of(view.storage())) fail(i, "was given other storage");
     if (handle.requires_grad() != requires_grad_)
       fail(i, fmt::format("had requires_grad set to {}", handle.requires_grad() ? "true" : "false"));
+    if (unwritten_[i] >= 0 && unwritten_[i] == handle._version())
+      throw StateError(fmt::format(
+          "unit '{}': parameter '{}' was built on the meta device and has no values yet; give fully_shard a "
+          "ParameterInit, or fill it in place (sync_model_weights() after writes through .data())",
+          unit, names_[i]));
   }
 }
 
@@ -293,7 +308,7 @@ void Group::hide_full_main(bool write_back) noexcept {
       const auto& full = full_main_views_[i];
       rest_views_[i].copy_(full.dim() == 0 ? full.view({1}) : full.narrow(0, r.begin, r.end - r.begin));
     }
-    invalidate();
+    values_written();
   }
   show(rest_views_);
   full_main_.reset();

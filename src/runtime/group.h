@@ -43,8 +43,8 @@ class Group {
 
   /// Copies this rank's rows out of the parameters' values. No communication.
   void load_initial_values(const std::vector<ParameterInfo>& parameters);
-  /// Writes this rank's rows of parameter `index`.
-  void set_rows(size_t index, const at::Tensor& rows);
+  /// Keeps this rank's rows of the whole values of meta parameter `index`.
+  void initialise(size_t index, const at::Tensor& full);
   /// From here on the handles show shards. Cannot fail half way.
   void take_over();
 
@@ -59,7 +59,10 @@ class Group {
   bool holds_full_buffer() const { return state_ != State::kSharded; }
   /// Next unshard recomputes the compute weights whatever the version counters say.
   void invalidate() { model_stamp_ = -1; }
-  /// StateError naming the parameter that was replaced, moved, converted or resized behind the library's back.
+  /// Values came in a way that no version counter sees.
+  void values_written();
+  /// StateError naming the parameter that was replaced, moved, converted or resized behind the library's back, or that
+  /// came from the meta device and was never given values.
   void check_handles(const std::string& unit) const;
 
   // ---- full values in the optimizer's dtype (FullParameters)
@@ -105,7 +108,7 @@ class Group {
   std::vector<std::string> names_;
   std::vector<std::vector<std::string>> aliases_;
   std::vector<std::vector<ParameterInfo::Registration>> registrations_;
-  std::vector<bool> meta_;
+  std::vector<int64_t> unwritten_;  // of a meta parameter that nobody has filled: its version; else -1
   std::shared_ptr<StoragePool> pool_;
   Channel gather_channel_;
 

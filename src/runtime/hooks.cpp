@@ -22,12 +22,24 @@ ForwardGuard::~ForwardGuard() {
   if (driven_ && !finished_) unit_of(*unit_).abort_forward(false);
 }
 
-void ForwardGuard::input(const at::Tensor& tensor) {
-  if (driven_) unit_of(*unit_).hook_input(tensor);
+namespace {
+void cast(at::Tensor& tensor, const std::optional<at::ScalarType>& type) {
+  if (type && tensor.is_floating_point()) tensor = tensor.to(*type);
+}
+}  // namespace
+
+void ForwardGuard::input(at::Tensor& tensor) {
+  if (!driven_) return;
+  auto& unit = unit_of(*unit_);
+  cast(tensor, unit.casts.inputs);
+  unit.hook_input(tensor);
 }
 
 void ForwardGuard::output(at::Tensor& tensor) {
-  if (driven_ && unit_of(*unit_).hook_output(tensor)) unit_of(*unit_).armed = true;
+  if (!driven_) return;
+  auto& unit = unit_of(*unit_);
+  cast(tensor, unit.casts.outputs);
+  if (unit.hook_output(tensor)) unit.armed = true;
 }
 
 void ForwardGuard::finish() {

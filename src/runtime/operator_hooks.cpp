@@ -15,6 +15,7 @@
 #include <torch/library.h>
 #include <torch/nn/module.h>
 
+#include "runtime/checkpointed_forward.h"
 #include "runtime/registry.h"
 #include "runtime/unit.h"
 
@@ -127,7 +128,7 @@ bool gather_for(const Use& use, const c10::OperatorHandle& op) {
   }
   const auto hooks = unit.schedule.hooks;
   const bool automatic = hooks == ExecutionHooks::kAuto || hooks == ExecutionHooks::kOperator;
-  const bool acts = grad || !module_training(unit) || context.forward_scopes > 0;
+  const bool acts = grad || !module_training(unit) || context.forward_scopes > 0 || CheckpointedForward::active();
   if (acts && !automatic && !unit.held)
     throw StateError(
         fmt::format("unit '{}': operator {} uses its parameters outside its forward, and its hooks are {}; call "

@@ -19,7 +19,8 @@ std::string shape_text(const at::Tensor& t) { return fmt::format("[{}]", fmt::jo
 
 class Collector {
  public:
-  explicit Collector(const ContextState& context) : context_(context) {}
+  Collector(const ContextState& context, const std::vector<at::Tensor>& ignored)
+      : context_(context), ignored_(ignored) {}
 
   void visit(torch::nn::Module& module, const std::string& prefix) {
     for (const auto& p : module.named_parameters(/*recurse=*/false))
@@ -56,6 +57,7 @@ class Collector {
  private:
   void add(torch::nn::Module& module, const std::string& prefix, const std::string& key, const at::Tensor& tensor) {
     const auto name = prefix + key;
+    if (std::any_of(ignored_.begin(), ignored_.end(), [&](const auto& t) { return t.is_same(tensor); })) return;
     if (auto owner = registry::owner(tensor.unsafeGetTensorImpl())) {
       check_context(*owner, name);
       if (std::find(lenders_.begin(), lenders_.end(), owner) == lenders_.end()) lenders_.push_back(owner);
@@ -98,6 +100,7 @@ class Collector {
   }
 
   const ContextState& context_;
+  const std::vector<at::Tensor>& ignored_;
   std::vector<ParameterInfo> parameters_;
   std::unordered_map<const c10::TensorImpl*, size_t> index_;
   std::vector<std::shared_ptr<Unit>> lenders_;
@@ -105,8 +108,9 @@ class Collector {
 
 }  // namespace
 
-Ownership collect_ownership(torch::nn::Module& module, const ContextState& context) {
-  Collector collector(context);
+Ownership collect_ownership(torch::nn::Module& module, const ContextState& context,
+                            const std::vector<at::Tensor>& ignored) {
+  Collector collector(context, ignored);
   collector.visit(module, "");
   return collector.finish();
 }

@@ -19,9 +19,10 @@ struct Ownership {
 };
 
 /// Direct parameters first, then those of descendants that no unit owns, depth first in registration order; units are
-/// skipped with everything under them. A weight registered under several names is one parameter. ValueError naming the
-/// parameter or unit: a unit of another context below or lending, a dtype that cannot be trained, a parameter that is
-/// not a leaf or holds a gradient. Changes nothing.
-Ownership collect_ownership(torch::nn::Module& module, const ContextState& context);
+/// skipped with everything under them, and so are the `ignored` parameters. A weight registered under several names is
+/// one parameter. ValueError naming the parameter or unit: a unit of another context below or lending, a dtype that
+/// cannot be trained, a parameter that is not a leaf or holds a gradient. Changes nothing.
+Ownership collect_ownership(torch::nn::Module& module, const ContextState& context,
+                            const std::vector<at::Tensor>& ignored = {});
 
 }  // namespace fsdp::detail

@@ -1,5 +1,7 @@
 #include "runtime/storage_pool.h"
 
+#include <algorithm>
+
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 
@@ -17,6 +19,8 @@ void StoragePool::fill(const c10::Storage& storage, size_t bytes) {
   // noswap: neither the version counter nor the storage's identity changes, so tensors saved for backward stay valid.
   impl->set_data_ptr_noswap(std::move(memory));
   impl->set_nbytes(bytes);
+  used_ += bytes;
+  peak_ = std::max(peak_, used_);
 }
 
 void StoragePool::drain(const c10::Storage& storage) {
@@ -25,6 +29,7 @@ void StoragePool::drain(const c10::Storage& storage) {
   if (bytes == 0) return;
   auto memory = impl->set_data_ptr(c10::DataPtr(nullptr, impl->device()));
   impl->set_nbytes(0);
+  used_ -= bytes;
   if (device_.is_cpu()) idle_.emplace(bytes, std::move(memory));
 }
 
@@ -61,6 +66,11 @@ PooledTensor& PooledTensor::operator=(PooledTensor&& other) noexcept {
 }
 
 PooledTensor::~PooledTensor() { reset(); }
+
+void PooledTensor::abandon() {
+  if (tensor_.defined()) pool_->forget(tensor_.storage().nbytes());
+  tensor_ = at::Tensor();
+}
 
 void PooledTensor::reset() {
   if (tensor_.defined()) pool_->drain(tensor_.storage());

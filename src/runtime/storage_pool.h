@@ -19,11 +19,18 @@ class StoragePool {
   void fill(const c10::Storage& storage, size_t bytes);
   /// Takes a storage's memory; views stay valid as metadata.
   void drain(const c10::Storage& storage);
+  /// A filled storage that will not be drained.
+  void forget(size_t bytes) { used_ -= bytes; }
+
+  size_t used_bytes() const { return used_; }
+  size_t peak_bytes() const { return peak_; }
+  void reset_peak() { peak_ = used_; }
   /// Bytes kept but not in use.
   size_t idle_bytes() const;
 
  private:
   c10::Device device_;
+  size_t used_ = 0, peak_ = 0;
   std::multimap<size_t, c10::DataPtr> idle_;
 };
 
@@ -40,7 +47,7 @@ class PooledTensor {
   explicit operator bool() const { return tensor_.defined(); }
   void reset();
   /// Lets go without giving the memory to the next user: a transport that failed may still hold and write it.
-  void abandon() { tensor_ = at::Tensor(); }
+  void abandon();
 
  private:
   std::shared_ptr<StoragePool> pool_;

@@ -86,6 +86,12 @@ void check_buffer_placements(const DeviceMesh& mesh, const std::vector<Placement
   }
 }
 
+bool same_shards(const DeviceMesh& mesh, const std::vector<Placement>& a, const std::vector<Placement>& b) {
+  for (int64_t i = 0; i < mesh.ndim(); ++i)
+    if (mesh.size(i) > 1 && is_sharded(a[i]) != is_sharded(b[i])) return false;
+  return true;
+}
+
 ElementRange local_range(const DeviceMesh& mesh, const std::vector<Placement>& placements, const GlobalLayout& layout) {
   return elements(layout, local_segments(mesh, placements));
 }

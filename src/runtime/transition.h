@@ -19,6 +19,10 @@ void check_buffer_placements(const DeviceMesh& mesh, const std::vector<Placement
 /// The range a rank holds under `placements`, in elements of the global buffer. `layout` has mesh.size() segments.
 ElementRange local_range(const DeviceMesh& mesh, const std::vector<Placement>& placements, const GlobalLayout& layout);
 
+/// True where both are cut the same way, so that every rank's ranges are equal. One rank's ranges may be equal by
+/// chance (it owns everything, or nothing), so what ranks must decide alike is never decided by them.
+bool same_shards(const DeviceMesh& mesh, const std::vector<Placement>& a, const std::vector<Placement>& b);
+
 /// One single-axis change of placement.
 struct TransitionStep {
   enum class Kind { kAllGather, kReduceScatter, kAllReduce, kSlice, kRelabel };

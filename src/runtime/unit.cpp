@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "runtime/checkpointed_forward.h"
 #include "runtime/registry.h"
 
 namespace fsdp::detail {
@@ -99,9 +100,13 @@ void Unit::prefetch(const std::vector<Unit*>& order, const std::optional<int64_t
 }
 
 void Unit::begin_forward(bool by_operator) {
+  if (context_state->finalize_at_first_forward && !context_state->finalized) context_state->finalize();
   context_state->require_finalized("forward");
   const bool recompute = torch::autograd::get_current_graph_task_id() != -1;
-  if (!recompute) context_state->abandon_stale_pass();
+  if (recompute)
+    context_state->current_pass();  // belongs to this backward, not to one inside the recompute
+  else
+    context_state->abandon_stale_pass();
   for (const auto& g : groups) {
     g->check_handles(display_name());
     if (g->shows_full_main() && c10::GradMode::is_enabled())
@@ -148,7 +153,8 @@ void Unit::end_forward(bool by_operator) {
     }
   // In a recompute the backward that follows needs the weights again at once.
   const bool recompute = torch::autograd::get_current_graph_task_id() != -1;
-  if (!recompute && (schedule.reshard_after_forward || !c10::GradMode::is_enabled())) release();
+  const bool training = c10::GradMode::is_enabled() || CheckpointedForward::active();
+  if (!recompute && (schedule.reshard_after_forward || !training)) release();
   if (root && forward_depth == 0 && !recompute) {
     // Weights gathered ahead for units that this forward then did not use. A later root may be next, so only this
     // root's own tree is certain.
@@ -180,6 +186,7 @@ void Unit::abort_forward(bool by_operator) noexcept {
 }
 
 bool Unit::hook_output(const at::Tensor& output) {
+  if (CheckpointedForward::active() && !c10::GradMode::is_enabled()) return true;  // the second run hooks its own
   if (!c10::GradMode::is_enabled() || !output.requires_grad() || output.is_leaf()) return false;
   std::weak_ptr<Unit> weak = weak_from_this();
   output.register_hook([weak](const at::Tensor&) {

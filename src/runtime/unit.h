@@ -11,6 +11,7 @@
 
 #include "runtime/context_state.h"
 #include "runtime/group.h"
+#include "runtime/shard_request.h"
 
 namespace fsdp::detail {
 
@@ -27,7 +28,9 @@ struct Unit final : FsdpModule, std::enable_shared_from_this<Unit> {
   torch::nn::Module* module;  // for training mode and the tree; valid while module_alive is
   std::weak_ptr<torch::nn::Module> module_alive;
   SchedulePolicy schedule;
-  std::optional<DeviceMesh> mesh;  // data-parallel axes
+  ForwardCasts casts;
+  bool root_keeps_weights = false;  // as in ShardRequest; applied to the schedule when roots are known
+  std::optional<DeviceMesh> mesh;   // data-parallel axes
   std::vector<std::unique_ptr<Group>> groups;
   std::vector<const ParameterGroup*> group_views;
   std::vector<std::weak_ptr<Unit>> lenders;  // units that own a weight tied into this one
@@ -68,7 +71,7 @@ struct Unit final : FsdpModule, std::enable_shared_from_this<Unit> {
   void begin_forward(bool by_operator);
   void end_forward(bool by_operator);
   void abort_forward(bool by_operator) noexcept;
-  /// Hooks one output of a forward, so that its gradient starts the unit's backward. True if it needs a gradient.
+  /// Hooks one output of a forward, so that its gradient starts the unit's backward. True if that will come.
   bool hook_output(const at::Tensor& output);
   void hook_input(const at::Tensor& input);
   void begin_backward();

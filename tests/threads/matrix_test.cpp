@@ -129,7 +129,7 @@ TEST_P(Matrix, TrainsOrRefuses) {
 INSTANTIATE_TEST_SUITE_P(Meshes, Matrix,
                          ::testing::Values(std::vector<int64_t>{2}, std::vector<int64_t>{3}, std::vector<int64_t>{4},
                                            std::vector<int64_t>{2, 2}, std::vector<int64_t>{4, 1},
-                                           std::vector<int64_t>{1, 4}));
+                                           std::vector<int64_t>{1, 4}, std::vector<int64_t>{2, 2, 2}));
 
 }  // namespace
 }  // namespace fsdp::testing
