@@ -240,6 +240,8 @@ void Unit::on_gradient(size_t group, size_t parameter) {
                         });
   // A frozen weight beside trainable ones is still read by the gradient of the inputs.
   if (complete && has_frozen() && input_hooks > 0) complete = false;
+  // Driven by hand: post_backward() says when, or the end of autograd where that began the backward.
+  if (schedule.hooks == ExecutionHooks::kManual) complete = false;
   if (complete) end_backward();
 }
 
@@ -356,8 +358,11 @@ void FsdpModule::post_backward() {
   auto& unit = unit_of(*this);
   expect_phase(unit, Phase::kBackward, "post_backward");
   unit.end_backward();
-  // Outside autograd no callback ends the pass.
-  if (unit.context_state->pass && unit.context_state->pass->graph_task == -1) unit.context_state->end_pass();
+  // Outside autograd no callback ends the pass: the last unit does.
+  auto& context = *unit.context_state;
+  const bool others =
+      std::any_of(context.registered.begin(), context.registered.end(), [](const auto* u) { return u->in_backward; });
+  if (!others && context.pass && context.pass->graph_task == -1) context.end_pass();
 }
 
 void FsdpModule::unshard() {
