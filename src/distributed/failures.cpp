@@ -97,7 +97,11 @@ std::string JobFailures::ended() const {
 std::string JobFailures::first_elsewhere() {
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, kPeriod, [&] { return !running_ || report_.empty(); });
-  return first_.starts_with(fmt::format("rank {}:", rank_)) ? "" : first_;
+  return is_own(first_) ? "" : first_;
+}
+
+bool JobFailures::is_own(const std::string& message) const {
+  return message.starts_with(fmt::format("rank {}:", rank_));
 }
 
 void JobFailures::run(const c10::intrusive_ptr<c10d::Store>& store) {
@@ -130,7 +134,7 @@ void JobFailures::exchange(c10d::Store& store, std::unique_lock<std::mutex>& loc
   if (!mine.empty()) report_.clear();
   first_ = first;
   changed_.notify_all();
-  if (!look || first.empty() || first == mine) return;
+  if (!look || first.empty() || is_own(first)) return;
   lock.unlock();
   fail_all(fmt::format("another rank failed: {}", first));
   lock.lock();

@@ -61,6 +61,7 @@ class JobFailures : public std::enable_shared_from_this<JobFailures> {
 
  private:
   void fail_all(const std::string& why) noexcept;
+  bool is_own(const std::string& message) const;
   void run(const c10::intrusive_ptr<c10d::Store>& store);
   void exchange(c10d::Store& store, std::unique_lock<std::mutex>& lock, bool look);
 

@@ -116,7 +116,8 @@ TEST_P(Faults, AnExceptionInsideAStepLeavesNothingBehind) {
   for (const auto& rank : run_ranks("outlive", 2, with({}))) EXPECT_EQ(rank.exit_code, 0) << rank.output;
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Faults, ::testing::Values("gloo"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Backends, Faults, ::testing::Values("gloo", "shm"),
+                         [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace fsdp::testing

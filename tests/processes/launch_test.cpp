@@ -59,6 +59,17 @@ TEST(Launch, WithoutRankZeroNobodyOpensTheStore) {
                                     HasSubstr(variables["MASTER_PORT"])));
 }
 
+TEST(Launch, GlooUsesTheInterfaceThatIsNamed) {
+  const auto with = [](const std::string& name) {
+    return run_ranks("sum", 2, {{"FSDP_BACKEND", "gloo"}, {"GLOO_SOCKET_IFNAME", name}});
+  };
+  for (const auto& outcome : with("lo")) EXPECT_THAT(outcome.output, HasSubstr("sum 2"));
+  for (const auto& outcome : with("nosuch0")) {
+    EXPECT_EQ(outcome.exit_code, kCommError) << outcome.output;
+    EXPECT_THAT(outcome.output, AllOf(HasSubstr("connecting mesh axis 'dp'"), HasSubstr("nosuch0")));
+  }
+}
+
 TEST(Launch, TwoJobsOnOneHost) {
   std::vector<std::unique_ptr<Child>> children;
   for (int rank = 0; rank < 2; ++rank)
@@ -149,6 +160,20 @@ std::vector<std::unique_ptr<Child>> started(const std::vector<std::string>& comm
     children.push_back(std::make_unique<Child>("sum", variables, command));
   }
   return children;
+}
+
+TEST(Launch, LaunchScript) {
+  const auto self = std::filesystem::read_symlink("/proc/self/exe").string();
+  const auto outcome = started({FSDP_LAUNCH_SH, "2", self}, 1)[0]->wait();
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("joined as 0 of 2"), HasSubstr("joined as 1 of 2"), HasSubstr("sum 2")));
+  // One rank fails, the other would wait for ever.
+  Child failing("", {}, {FSDP_LAUNCH_SH, "2", "/bin/sh", "-c", "test $RANK = 0 && exit 7; sleep 600"});
+  const auto failed = failing.wait();
+  EXPECT_FALSE(failed.hung);
+  EXPECT_EQ(failed.exit_code, 7) << failed.output;
+  Child wrong("", {}, {FSDP_LAUNCH_SH, self});
+  EXPECT_EQ(wrong.wait().exit_code, 2);
 }
 
 TEST(Launch, Torchrun) {

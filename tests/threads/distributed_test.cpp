@@ -1,7 +1,8 @@
 /// Worlds, meshes and collectives, and how they fail.
-#include "support/ranks.h"
-
 #include <numeric>
+
+#include "support/ranks.h"
+#include "support/transports.h"
 
 namespace fsdp::testing {
 namespace {
@@ -10,11 +11,14 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
+class Collectives : public OnTransport {};
+class RunThreads : public OnTransport {};
+
 torch::Tensor ramp(int64_t n, double from, torch::ScalarType type) {
   return (torch::arange(n, torch::kDouble) % 5 + from).to(type);
 }
 
-TEST(Collectives, ValuesForAllTypesAndCounts) {
+TEST_P(Collectives, ValuesForAllTypesAndCounts) {
   for (int64_t ranks : {1, 2, 3, 4, 8})
     on_mesh({ranks}, [&](const DeviceMesh& mesh) {
       auto& comm = mesh.communicator("dp");
@@ -72,7 +76,7 @@ TEST(Collectives, ValuesForAllTypesAndCounts) {
     });
 }
 
-TEST(Collectives, LowPrecisionIsSummedInFp32) {
+TEST_P(Collectives, LowPrecisionIsSummedInFp32) {
   on_mesh({3}, [](const DeviceMesh& mesh) {
     auto& comm = mesh.communicator(0);
     const double values[] = {256, 1, 1};  // bf16 keeps 8 bits: 256 + 1 is 256 again
@@ -82,7 +86,7 @@ TEST(Collectives, LowPrecisionIsSummedInFp32) {
   });
 }
 
-TEST(Collectives, ArgumentsAreChecked) {
+TEST_P(Collectives, ArgumentsAreChecked) {
   on_mesh({2}, [](const DeviceMesh& mesh) {
     auto& comm = mesh.communicator(0);
     auto t = torch::zeros({4});
@@ -100,7 +104,7 @@ TEST(Collectives, ArgumentsAreChecked) {
 }
 
 // faults: ranks that disagree get an error that names what they were doing, and no data is blended.
-TEST(Collectives, MismatchIsAnError) {
+TEST_P(Collectives, MismatchIsAnError) {
   for (int kind = 0; kind < 3; ++kind) {
     const auto text = thrown<CommError>([&] {
       on_mesh(
@@ -122,7 +126,7 @@ TEST(Collectives, MismatchIsAnError) {
   }
 }
 
-TEST(Collectives, ALateRankIsNamed) {
+TEST_P(Collectives, ALateRankIsNamed) {
   const auto text = thrown<CommError>([] {
     on_mesh(
         {2},
@@ -133,13 +137,13 @@ TEST(Collectives, ALateRankIsNamed) {
         },
         1'000);
   });
-  EXPECT_THAT(text,
-              StartsWith("rank 0: all_reduce of 4 Float elements, unit 'head', on mesh axis 'dp' (ranks 0, 1) failed: "));
+  EXPECT_THAT(
+      text, StartsWith("rank 0: all_reduce of 4 Float elements, unit 'head', on mesh axis 'dp' (ranks 0, 1) failed: "));
   EXPECT_THAT(text, HasSubstr("rank 1 within 1000 ms"));
 }
 
 // A rank that throws in the middle of a step: nobody hangs, its exception is the one that arrives.
-TEST(RunThreads, TheFirstFailureIsRethrown) {
+TEST_P(RunThreads, TheFirstFailureIsRethrown) {
   for (int64_t ranks : {2, 4}) {
     EXPECT_THAT(thrown<StateError>([&] {
                   on_mesh(
@@ -185,7 +189,7 @@ TEST(RunThreads, TheFirstFailureIsRethrown) {
   });
 }
 
-TEST(RunThreads, BarrierNamesMissingRanks) {
+TEST_P(RunThreads, BarrierNamesMissingRanks) {
   EXPECT_THAT(thrown<CommError>([] {
                 run_threads(
                     3,
@@ -317,6 +321,9 @@ TEST(Buffer, Redistribute) {
     EXPECT_EQ(off_by(view, 7), 0.0);
   });
 }
+
+FSDP_ON_TRANSPORTS(Collectives);
+FSDP_ON_TRANSPORTS(RunThreads);
 
 }  // namespace
 }  // namespace fsdp::testing
