@@ -1,12 +1,12 @@
 #include "distributed/shm/operations.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <vector>
 
 #include <fmt/format.h>
 
+#include "distributed/shm/copy.h"
 #include "distributed/shm/reduce.h"
 
 namespace fsdp::detail::shm {
@@ -46,8 +46,12 @@ size_t largest(const std::vector<Bytes>& parts) {
   return most;
 }
 
-void copy_bytes(std::byte* to, const std::byte* from, size_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
+/// Results larger than this do not stay in a core's cache anyway.
+constexpr size_t kLarge = 8 << 20;
+
+/// To a result of `whole` bytes.
+void deliver(std::byte* to, const std::byte* from, size_t bytes, size_t whole) {
+  whole >= kLarge ? stream_bytes(to, from, bytes) : copy_bytes(to, from, bytes);
 }
 
 std::byte* data(const at::Tensor& t) { return static_cast<std::byte*>(t.data_ptr()); }
@@ -60,15 +64,15 @@ class AllGather final : public Operation {
   void put(uint32_t round, std::byte* slot) override {
     const auto mine = piece(parts_[place_.rank], round, kSlotBytes);
     const auto* from = data(in_) + (mine.begin - parts_[place_.rank].begin);
-    copy_bytes(slot, from, mine.size);
-    copy_bytes(data(out_) + mine.begin, from, mine.size);  // while it is in the cache
+    stream_bytes(slot, from, mine.size);
+    deliver(data(out_) + mine.begin, from, mine.size, out_.nbytes());  // while it is in the cache
   }
 
   void get(uint32_t round, const Segment& segment, uint32_t slot_round) override {
     for (int64_t r = 0; r < place_.ranks; ++r) {
       if (r == place_.rank) continue;
       const auto part = piece(parts_[r], round, kSlotBytes);
-      copy_bytes(data(out_) + part.begin, segment.slot(r, slot_round), part.size);
+      deliver(data(out_) + part.begin, segment.slot(r, slot_round), part.size, out_.nbytes());
     }
   }
 
@@ -107,7 +111,7 @@ class ReduceScatter final : public Operation {
     for (int64_t r = 0; r < division_.place.ranks; ++r) {
       if (r == me) continue;
       const auto part = piece(parts_[r], round, division_.step);
-      copy_bytes(slot + division_.offset(me, r), data(in_) + part.begin, part.size);
+      stream_bytes(slot + division_.offset(me, r), data(in_) + part.begin, part.size);
     }
   }
 
@@ -150,7 +154,7 @@ class SmallAllReduce final : public Operation {
         scale_(scale),
         sources_(static_cast<size_t>(place.ranks)) {}
 
-  void put(uint32_t, std::byte* slot) override { copy_bytes(slot, data(tensor_), tensor_.nbytes()); }
+  void put(uint32_t, std::byte* slot) override { stream_bytes(slot, data(tensor_), tensor_.nbytes()); }
 
   void get(uint32_t, const Segment& segment, uint32_t slot_round) override {
     if (tensor_.numel() == 0) return;
@@ -180,7 +184,7 @@ class AllReduce final : public Operation {
   void put(uint32_t round, std::byte* slot) override {
     for (int64_t r = 0; r < place_.ranks; ++r) {
       const auto from = r == place_.rank ? block(static_cast<int64_t>(round) - 1, r) : block(round, r);
-      copy_bytes(slot + static_cast<size_t>(r) * step_, data(tensor_) + from.begin, from.size);
+      stream_bytes(slot + static_cast<size_t>(r) * step_, data(tensor_) + from.begin, from.size);
     }
   }
 
@@ -189,7 +193,8 @@ class AllReduce final : public Operation {
       sources_[r] = segment.slot(r, slot_round) + static_cast<size_t>(place_.rank) * step_;
       if (r == place_.rank) continue;
       const auto to = block(static_cast<int64_t>(round) - 1, r);
-      copy_bytes(data(tensor_) + to.begin, segment.slot(r, slot_round) + static_cast<size_t>(r) * step_, to.size);
+      deliver(data(tensor_) + to.begin, segment.slot(r, slot_round) + static_cast<size_t>(r) * step_, to.size,
+              tensor_.nbytes());
     }
     const auto mine = block(round, place_.rank);
     if (mine.size == 0) return;
@@ -238,13 +243,13 @@ class Broadcast final : public Operation {
   void put(uint32_t round, std::byte* slot) override {
     if (place_.rank != root_) return;
     const auto p = piece({0, tensor_.nbytes()}, round, kSlotBytes);
-    copy_bytes(slot, data(tensor_) + p.begin, p.size);
+    stream_bytes(slot, data(tensor_) + p.begin, p.size);
   }
 
   void get(uint32_t round, const Segment& segment, uint32_t slot_round) override {
     if (place_.rank == root_) return;
     const auto p = piece({0, tensor_.nbytes()}, round, kSlotBytes);
-    copy_bytes(data(tensor_) + p.begin, segment.slot(root_, slot_round), p.size);
+    deliver(data(tensor_) + p.begin, segment.slot(root_, slot_round), p.size, tensor_.nbytes());
   }
 
  private:
@@ -268,7 +273,7 @@ class AllToAll final : public Operation {
       sizes[r] = to_[r].size;
       if (r == me) continue;
       const auto part = piece(to_[r], round, division_.step);
-      copy_bytes(slot + head_bytes(division_.place) + division_.offset(me, r), data(in_) + part.begin, part.size);
+      stream_bytes(slot + head_bytes(division_.place) + division_.offset(me, r), data(in_) + part.begin, part.size);
     }
   }
 
