@@ -29,7 +29,7 @@ std::string resolve_backend(const std::string& name, c10::Device device) {
   std::string wanted = name;
   if (wanted == "auto")
     if (const char* chosen = std::getenv("FSDP_BACKEND"); chosen && *chosen) wanted = chosen;
-  if (wanted == "auto") return device.is_cuda() ? "nccl" : "gloo";
+  if (wanted == "auto") return device.is_cuda() ? "nccl" : "auto";  // on CPU each communicator looks for itself
   if (wanted == "gloo" || wanted == "shm" || wanted == "nccl" || wanted == "fake") return wanted;
   throw ValueError(fmt::format("unknown backend '{}': expected auto, gloo, shm, nccl or fake", wanted));
 }
