@@ -7,6 +7,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/optim/optimizer.h>
 
+#include <fsdp/adamw.h>
 #include <fsdp/error.h>
 
 namespace fsdp {

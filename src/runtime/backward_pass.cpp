@@ -71,7 +71,7 @@ void ContextState::reduce(Contribution contribution) {
     finish_reduction();
     reducing = gradients;
     reducing_unit = contribution.unit;
-    gradients->start(std::move(contribution.gradients[g]), contribution.last, contribution.unit->name);
+    gradients->start(std::move(contribution.gradients[g]), contribution.last, contribution.unit->label);
   }
 }
 

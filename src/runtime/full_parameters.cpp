@@ -59,7 +59,7 @@ FullParameters::FullParameters(torch::nn::Module& module, bool write_back) : imp
       unit->release();
       for (const auto& group : unit->groups) {
         if (group->shows_full_main()) continue;  // an enclosing scope shows it, and writes it back
-        group->show_full_main(unit->name);
+        group->show_full_main(unit->label);
         impl_->shown.push_back(group.get());
       }
     }

@@ -104,11 +104,7 @@ Group::Group(const GroupOptions& o, const std::vector<ParameterInfo>& parameters
   }
   full_ = direct_ ? model_.local_buffer() : at::empty({layout_->size}, model_.local_buffer().options());
   for (size_t i = 0; i < shapes_.size(); ++i) {
-    const auto k = static_cast<int64_t>(i);
-    const auto r = main_.local_rows(k);
-    rest_views_.push_back(shapes_[i].view(
-        main_.local_buffer(), layout_->tensor_to_offset[i] + r.begin * layout_->row_size(k) - main_range.begin,
-        r.end - r.begin));
+    rest_views_.push_back(rows_of(main_.local_buffer(), i));
     full_views_.push_back(shapes_[i].whole(full_, layout_->tensor_to_offset[i]));
     add_hook_key(rest_views_.back());
     add_hook_key(full_views_.back());
@@ -118,6 +114,13 @@ Group::Group(const GroupOptions& o, const std::vector<ParameterInfo>& parameters
 }
 
 Group::~Group() = default;
+
+at::Tensor Group::rows_of(const at::Tensor& flat, size_t index) const {
+  const auto k = static_cast<int64_t>(index);
+  const auto r = main_.local_rows(k);
+  const auto offset = layout_->tensor_to_offset[index] + r.begin * layout_->row_size(k) - main_.range().begin;
+  return shapes_[index].view(flat, offset, r.end - r.begin);
+}
 
 void Group::load_initial_values(const std::vector<ParameterInfo>& parameters) {
   Unhooked unhooked;

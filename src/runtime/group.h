@@ -77,6 +77,9 @@ class Group {
   const std::vector<ParameterShape>& shapes() const { return shapes_; }
   const std::vector<std::string>& names() const { return names_; }
   const std::vector<std::vector<std::string>>& aliases() const { return aliases_; }
+  /// This rank's rows of parameter `index` in a flat tensor as long as its main weights, in the shape the handle has at
+  /// rest.
+  at::Tensor rows_of(const at::Tensor& flat, size_t index) const;
   const DBuffer& main_weight() const { return main_; }
   const DBuffer& model_weight() const { return model_; }
   const Gradients* gradients() const { return gradients_ ? &*gradients_ : nullptr; }

@@ -3,6 +3,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <fmt/format.h>
 #include <torch/nn/module.h>
 
 #include "runtime/context_state.h"
@@ -65,9 +66,14 @@ void ContextState::compute_orders() {
       walk(f.unit);
     }
   };
-  for (auto* root : roots) {
-    root->name.clear();
-    walk(root);
+  for (size_t i = 0; i < roots.size(); ++i) {
+    const auto begin = forward.size();
+    roots[i]->name.clear();
+    walk(roots[i]);
+    for (auto k = begin; k < forward.size(); ++k) {
+      auto* unit = forward[k];
+      unit->label = i == 0 ? unit->name : fmt::format("(root {}){}{}", i, unit->name.empty() ? "" : ".", unit->name);
+    }
   }
 
   backward.clear();

@@ -67,13 +67,13 @@ bool Unit::is_ancestor_of(const Unit& other) const {
 }
 
 void Unit::start_unshard() {
-  for (auto& g : groups) g->start_unshard(name);
+  for (auto& g : groups) g->start_unshard(label);
 }
 
 void Unit::finish_unshard() {
   // All groups' gathers are under way before the first is waited for.
   start_unshard();
-  for (auto& g : groups) g->finish_unshard(name);
+  for (auto& g : groups) g->finish_unshard(label);
 }
 
 void Unit::release_now() {

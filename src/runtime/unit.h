@@ -35,6 +35,7 @@ struct Unit final : FsdpModule, std::enable_shared_from_this<Unit> {
   std::vector<const ParameterGroup*> group_views;
   std::vector<std::weak_ptr<Unit>> lenders;  // units that own a weight tied into this one
   std::string name;                          // from the root; valid once finalized
+  std::string label;                         // what collectives carry: as name, but no two units of a context share it
   std::string local_name;                    // until then: the module's type, for messages
   Unit* parent = nullptr;
   std::vector<Unit*> children;

@@ -216,5 +216,31 @@ TEST(Memory, B24_RoutingThatDiffersBetweenRanks) {
         << s.name;
 }
 
+// Units under no common root are told apart, though each is called "": equal sizes must not let ranks mix them up.
+TEST(Memory, RootsInAnotherOrderAreNoticed) {
+  EXPECT_THAT(thrown<CommError>([] {
+                on_mesh(
+                    {2},
+                    [](const DeviceMesh& mesh) {
+                      FsdpContext ctx(mesh.device());
+                      LinearUnit a(4), b(4);
+                      for (auto& m : std::vector<LinearUnit>{a, b}) fill_by_formula(*m);
+                      {
+                        auto scope = fully_shard_context(ctx);
+                        const SchedulePolicy schedule{.forward_prefetch_size = 0, .backward_prefetch_size = 0};
+                        for (auto& m : std::vector<LinearUnit>{a, b})
+                          fully_shard(m, mesh, zero3("dp"), {}, 1.0, schedule);
+                      }
+                      EXPECT_EQ(get_fsdp_module(*b)->name(), "");
+                      auto x = torch::ones({1, 4});
+                      auto& first = mesh.rank() == 0 ? a : b;
+                      auto& second = mesh.rank() == 0 ? b : a;
+                      second(first(x)).sum().backward();
+                    },
+                    3'000);
+              }),
+              HasSubstr("(root 1)"));
+}
+
 }  // namespace
 }  // namespace fsdp::testing
