@@ -191,7 +191,7 @@ void Group::start_unshard(const std::string& unit) {
   gathered_stamp_ = model_stamp_;
   state_ = State::kGathering;
   if (direct_) return;
-  if (full_.numel() > 0) pool_->fill(full_.storage(), full_.nbytes());
+  if (full_.numel() > 0 && !full_lost_) pool_->fill(full_.storage(), full_.nbytes());
   gathering_.emplace(TransitionRun::Arguments{.mesh = mesh_,
                                               .plan = &gather_plan_,
                                               .layout = layout_,
@@ -201,7 +201,18 @@ void Group::start_unshard(const std::string& unit) {
                                               .destination_range = {0, layout_->size},
                                               .channel = gather_channel_,
                                               .unit = unit});
+  full_lost_ = true;  // unless all of it is submitted
   gathering_->start();
+  full_lost_ = false;
+}
+
+void Group::finish_gather() {
+  if (!gathering_) return;
+  auto run = std::move(*gathering_);
+  gathering_.reset();
+  full_lost_ = true;  // unless it ends well
+  run.finish();
+  full_lost_ = false;
 }
 
 void Group::finish_unshard(const std::string& unit) {
@@ -209,14 +220,12 @@ void Group::finish_unshard(const std::string& unit) {
   start_unshard(unit);
   Unhooked unhooked;
   c10::NoGradGuard no_grad;
-  if (gathering_) gathering_->finish();
-  gathering_.reset();
+  finish_gather();
   if (gathered_stamp_ != stamp() || model_stamp_ == -1) {
     // Gathered ahead, and the optimizer stepped in between.
     reshard();
     start_unshard(unit);
-    if (gathering_) gathering_->finish();
-    gathering_.reset();
+    finish_gather();
   }
   show(full_views_);
   state_ = State::kFull;
@@ -226,18 +235,14 @@ void Group::reshard() {
   if (state_ == State::kSharded) return;
   Unhooked unhooked;
   c10::NoGradGuard no_grad;
-  if (gathering_) {
-    auto run = std::move(*gathering_);
-    gathering_.reset();
-    run.finish();
-  }
+  finish_gather();
   const bool was_full = std::exchange(state_, State::kSharded) == State::kFull;
   for (size_t i = 0; was_full && i < handles_.size(); ++i) {
     // A handle that was given other data meanwhile keeps it, so that check_handles() finds it.
     const auto handle = handles_[i].lock();
     if (handle.defined() && handle.storage().is_alias_of(full_.storage())) handles_[i].show(shown(i));
   }
-  if (!direct_) pool_->drain(full_.storage());
+  if (!direct_ && !full_lost_) pool_->drain(full_.storage());
 }
 
 const at::Tensor& Group::shown(size_t i) const {

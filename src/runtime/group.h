@@ -100,6 +100,7 @@ class Group {
 
   int64_t stamp() const;
   void refresh_model(const std::string& unit);
+  void finish_gather();
   void show(const std::vector<at::Tensor>& views);
   /// What handle `index` shows in the present state.
   const at::Tensor& shown(size_t index) const;
@@ -126,6 +127,7 @@ class Group {
 
   State state_ = State::kSharded;
   std::optional<TransitionRun> gathering_;
+  bool full_lost_ = false;  // a gather failed: the transport may still write the full buffer, so nobody else gets it
   int64_t gathered_stamp_ = -1, model_stamp_ = -1;
   std::optional<at::Tensor> full_main_;
   std::vector<at::Tensor> full_main_views_;

@@ -200,8 +200,14 @@ class GlooCommunicator final : public Communicator {
       waiting_.insert(waiting_.end(), sends.begin(), sends.end());
     }
     const Forget forget{*this};
-    for (size_t i = 0; i < receives.size(); ++i) wait(*receives[i], kReceive, sources[i], deadline);
-    for (size_t i = 0; i < sends.size(); ++i) wait(*sends[i], kSend, targets[i], deadline);
+    try {
+      for (size_t i = 0; i < receives.size(); ++i) wait(*receives[i], kReceive, sources[i], deadline);
+      for (size_t i = 0; i < sends.size(); ++i) wait(*sends[i], kSend, targets[i], deadline);
+    } catch (const std::exception&) {
+      unfinished_.insert(unfinished_.end(), from.begin(), from.end());
+      unfinished_.insert(unfinished_.end(), to.begin(), to.end());
+      throw;
+    }
   }
 
   /// An aborted wait must not be woken after its work is gone.
@@ -269,6 +275,9 @@ class GlooCommunicator final : public Communicator {
   }
 
   const CommSetup setup_;
+  // Of a failed operation: gloo's own thread reads and writes them until group_, which goes first, has closed its
+  // connections.
+  std::vector<at::Tensor> unfinished_;
   c10::intrusive_ptr<ProcessGroupGloo> group_;
   std::unique_ptr<CommWorker> worker_;
   std::atomic<bool> aborted_ = false;
