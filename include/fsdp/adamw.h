@@ -24,7 +24,7 @@ class AdamW : public torch::optim::AdamW {
   struct Flat;
   struct Batch;
   void collect(torch::optim::OptimizerParamGroup& group, Batch& batch);
-  torch::optim::AdamWParamState& state_of(const at::Tensor& parameter, bool amsgrad);
+  torch::optim::AdamWParamState& state_of(const at::Tensor& parameter);
 
   std::unordered_map<const void*, std::shared_ptr<Flat>> flat_;  // by the group's main weights; shared: Flat is private
 };

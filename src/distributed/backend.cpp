@@ -5,7 +5,6 @@
 #include <utility>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "distributed/comm_trace.h"
@@ -49,11 +48,7 @@ CommSetup split_setup(const CommSetup& parent, int64_t number, int64_t color, in
   store->set(std::to_string(parent.rank), std::vector<uint8_t>(mine.begin(), mine.end()));
   std::vector<std::string> keys;
   for (int64_t r = 0; r < parent.size; ++r) keys.push_back(std::to_string(r));
-  auto missing = wait_for_keys(*store, keys, parent.timeout, *parent.trace->failures());
-  for (auto& r : missing) r = parent.ranks[static_cast<size_t>(r)];
-  if (!missing.empty())
-    throw CommError(
-        fmt::format("timed out after {} ms; missing ranks: {}", parent.timeout.count(), fmt::join(missing, ", ")));
+  wait_for_ranks(*store, keys, parent.ranks, parent.timeout, *parent.trace->failures());
   std::vector<std::pair<int64_t, int64_t>> members;  // key, rank of the parent
   for (int64_t r = 0; r < parent.size; ++r) {
     const auto text = store->get_to_str(keys[static_cast<size_t>(r)]);

@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 namespace fsdp::detail {
 namespace {
@@ -192,6 +193,14 @@ std::vector<int64_t> wait_for_keys(c10d::Store& store, const std::vector<std::st
         text_of(e)));
   }
   return {};
+}
+
+void wait_for_ranks(c10d::Store& store, const std::vector<std::string>& keys, std::span<const int64_t> ranks,
+                    std::chrono::milliseconds limit, JobFailures& job) {
+  auto missing = wait_for_keys(store, keys, limit, job);
+  for (auto& r : missing) r = ranks[static_cast<size_t>(r)];
+  if (!missing.empty())
+    throw CommError(fmt::format("timed out after {} ms; missing ranks: {}", limit.count(), fmt::join(missing, ", ")));
 }
 
 }  // namespace fsdp::detail

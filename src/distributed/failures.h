@@ -7,6 +7,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -109,5 +110,9 @@ std::string text_of(const std::exception& e);
 /// soon as the job has failed.
 std::vector<int64_t> wait_for_keys(c10d::Store& store, const std::vector<std::string>& keys,
                                    std::chrono::milliseconds limit, JobFailures& job);
+
+/// As wait_for_keys, with one key for each world rank in `ranks`; CommError naming those that did not come.
+void wait_for_ranks(c10d::Store& store, const std::vector<std::string>& keys, std::span<const int64_t> ranks,
+                    std::chrono::milliseconds limit, JobFailures& job);
 
 }  // namespace fsdp::detail

@@ -95,11 +95,7 @@ std::shared_ptr<Communicator> World::communicator(std::span<const int64_t> ranks
       std::vector<std::string> keys;
       for (auto r : ranks) keys.push_back(fmt::format("here/{}", r));
       setup.store->set(fmt::format("here/{}", impl_->rank), std::vector<uint8_t>{1});
-      auto missing = detail::wait_for_keys(*setup.store, keys, timeout, failures);
-      for (auto& r : missing) r = ranks[static_cast<size_t>(r)];
-      if (!missing.empty())
-        throw CommError(
-            fmt::format("timed out after {} ms; missing ranks: {}", timeout.count(), fmt::join(missing, ", ")));
+      detail::wait_for_ranks(*setup.store, keys, ranks, timeout, failures);
     }
     return detail::make_communicator(impl_->backend, std::move(setup));
   } catch (const ValueError&) {

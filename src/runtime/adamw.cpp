@@ -7,9 +7,6 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
-#include <fmt/format.h>
-
-#include <fsdp/error.h>
 
 #include "runtime/registry.h"
 #include "runtime/unit.h"
@@ -55,27 +52,6 @@ struct AdamW::Batch {
 
 namespace {
 
-/// A parameter's place: its group and index there. Null for one that no unit owns.
-struct Place {
-  Group* group = nullptr;
-  size_t index = 0;
-  std::shared_ptr<detail::Unit> unit;  // keeps the group
-};
-
-Place place_of(const at::Tensor& parameter) {
-  auto unit = detail::registry::owner(parameter.unsafeGetTensorImpl());
-  if (!unit) return {};
-  for (auto& group : unit->groups)
-    for (size_t i = 0; i < group->handles().size(); ++i)
-      if (group->handles()[i].address() == parameter.unsafeGetTensorImpl()) return {group.get(), i, unit};
-  return {};
-}
-
-bool refuses_reading(const at::Tensor& gradient) {
-  return detail::has_hook_key(gradient) &&
-         detail::registry::find(gradient).kind == detail::Managed::Kind::kUnreducedGradient;
-}
-
 /// Every parameter of the group has its gradient where the reduction put it, and all are of one age.
 bool in_one_pass(const Group& group, const std::vector<at::Tensor>& members,
                  const std::vector<AdamWParamState*>& states) {
@@ -93,16 +69,9 @@ bool in_one_pass(const Group& group, const std::vector<at::Tensor>& members,
 
 AdamW::~AdamW() = default;
 
-AdamWParamState& AdamW::state_of(const at::Tensor& parameter, bool amsgrad) {
+AdamWParamState& AdamW::state_of(const at::Tensor& parameter) {
   auto& slot = state_[parameter.unsafeGetTensorImpl()];
-  if (!slot) {
-    auto fresh = std::make_unique<AdamWParamState>();
-    if (!place_of(parameter).group) {
-      fresh->exp_avg(at::zeros_like(parameter)).exp_avg_sq(at::zeros_like(parameter));
-      if (amsgrad) fresh->max_exp_avg_sq(at::zeros_like(parameter));
-    }
-    slot = std::move(fresh);
-  }
+  if (!slot) slot = std::make_unique<AdamWParamState>();
   return static_cast<AdamWParamState&>(*slot);
 }
 
@@ -118,19 +87,22 @@ void AdamW::collect(OptimizerParamGroup& param_group, Batch& batch) {
   std::vector<std::pair<Group*, Members>> groups;
   for (auto& p : param_group.params()) {
     if (!p.grad().defined()) continue;
-    auto place = place_of(p);
-    auto& state = state_of(p, amsgrad);
-    if (!place.group) {
+    auto unit = detail::registry::owner(p.unsafeGetTensorImpl());
+    auto& state = state_of(p);
+    if (!unit) {
+      if (!state.exp_avg().defined()) state.exp_avg(at::zeros_like(p)).exp_avg_sq(at::zeros_like(p));
+      if (amsgrad && !state.max_exp_avg_sq().defined()) state.max_exp_avg_sq(at::zeros_like(p));
       state.step(state.step() + 1);
       batch.add(p, p.grad(), state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(), state.step());
       continue;
     }
+    const auto place = unit->find(p.unsafeGetTensorImpl());
     auto it = std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g.first == place.group; });
     if (it == groups.end()) it = groups.insert(groups.end(), {place.group, Members{}});
     it->second.parameters.push_back(p);
     it->second.indices.push_back(place.index);
     it->second.states.push_back(&state);
-    it->second.unit = std::move(place.unit);
+    it->second.unit = std::move(unit);
   }
   for (auto& [group, members] : groups) {
     group->invalidate();  // the kernel moves no version counter
@@ -174,10 +146,8 @@ at::Tensor AdamW::step(LossClosure closure) {
   }
   for (auto& group : param_groups())
     for (auto& p : group.params())
-      if (p.grad().defined() && refuses_reading(p.grad()))
-        throw StateError(
-            "optim::AdamW: a gradient is not reduced yet. Run the last microbatch of a step in microbatch(ctx, true) "
-            "before the optimizer, call finish_grad_sync() where that is yours, or clear the gradients");
+      if (p.grad().defined())
+        detail::refuse_unreduced(p.grad(), detail::registry::owner(p.unsafeGetTensorImpl()).get(), "optim::AdamW");
   detail::Unhooked unhooked;
   c10::NoGradGuard no_grad;
   for (auto& group : param_groups()) {

@@ -26,25 +26,14 @@ struct Share {
   std::vector<at::Tensor> gradients;
 };
 
-void refuse_unreduced(const at::Tensor& gradient, const Unit* unit, const char* call) {
-  if (detail::has_hook_key(gradient))
-    throw StateError(
-        fmt::format("{}: a gradient of unit '{}' is not reduced; run the last backward of the step in "
-                    "microbatch(ctx, true), and finish_grad_sync() where the caller manages it",
-                    call, unit ? unit->display_name() : "?"));
-}
-
 /// The optimizer placement of a unit's parameter says which axes its gradient is spread over.
 std::vector<int64_t> sharded_axes(const Unit& unit, const c10::TensorImpl* handle) {
   std::vector<int64_t> axes;
-  for (const auto& group : unit.groups) {
-    const auto& handles = group->handles();
-    if (std::none_of(handles.begin(), handles.end(), [&](const auto& h) { return h.address() == handle; })) continue;
-    const auto& placements = group->main_weight().placements();
-    for (size_t i = 0; i < placements.size(); ++i)
-      if (is_sharded(placements[i]) && group->mesh().size(static_cast<int64_t>(i)) > 1)
-        axes.push_back(static_cast<int64_t>(i));
-  }
+  const auto* group = unit.find(handle).group;
+  const auto& placements = group->main_weight().placements();
+  for (size_t i = 0; i < placements.size(); ++i)
+    if (is_sharded(placements[i]) && group->mesh().size(static_cast<int64_t>(i)) > 1)
+      axes.push_back(static_cast<int64_t>(i));
   return axes;
 }
 
@@ -55,7 +44,7 @@ std::vector<Share> share_out(at::TensorList parameters) {
     if (!p.defined() || !seen.insert(p.unsafeGetTensorImpl()).second) continue;
     auto unit = detail::registry::owner(p.unsafeGetTensorImpl());
     const auto gradient = p.grad();
-    if (gradient.defined()) refuse_unreduced(gradient, unit.get(), "clip_grad_norm_");
+    if (gradient.defined()) detail::refuse_unreduced(gradient, unit.get(), "clip_grad_norm_");
     std::vector<int64_t> axes;
     if (unit) axes = sharded_axes(*unit, p.unsafeGetTensorImpl());
     std::optional<DeviceMesh> mesh;

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "runtime/group.h"
+#include "runtime/unit.h"
 
 namespace fsdp::detail {
 namespace {
@@ -69,10 +70,7 @@ void Gradients::register_unit(const std::weak_ptr<Unit>& unit) {
 }
 
 at::Tensor Gradients::rows(const at::Tensor& flat, const ElementRange& range, size_t index) const {
-  const auto i = static_cast<int64_t>(index);
-  auto r = layout_->rows_in(i, range.begin, range.end);
-  return shapes_[index].view(flat, layout_->tensor_to_offset[i] + r.begin * layout_->row_size(i) - range.begin,
-                             r.end - r.begin);
+  return shapes_[index].rows(flat, *layout_, range, static_cast<int64_t>(index));
 }
 
 /// Nobody reads padding, but norms and optimizers over whole buffers must find zeros there.
@@ -331,6 +329,14 @@ std::string Gradients::describe() const {
   const auto dtype = comm_.value_or(main_.dtype());
   return text + fmt::format(" last microbatch ({}):\n{}", c10::toString(dtype),
                             detail::describe(finalize_plan_, mesh_, accumulated_, *layout_, dtype));
+}
+
+void refuse_unreduced(const at::Tensor& gradient, const Unit* unit, const char* call) {
+  if (has_hook_key(gradient))
+    throw StateError(
+        fmt::format("{}: a gradient of unit '{}' is not reduced; run the last backward of the step in "
+                    "microbatch(ctx, true), and finish_grad_sync() where the caller manages it",
+                    call, unit ? unit->display_name() : "?"));
 }
 
 }  // namespace fsdp::detail

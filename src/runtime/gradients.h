@@ -109,4 +109,7 @@ class Gradients {
   at::Tensor sentinel_;  // storage of unreduced gradients
 };
 
+/// StateError naming `call` and the unit if `gradient` of a parameter of `unit` (null: of none) is not reduced yet.
+void refuse_unreduced(const at::Tensor& gradient, const Unit* unit, const char* call);
+
 }  // namespace fsdp::detail

@@ -116,21 +116,20 @@ Group::Group(const GroupOptions& o, const std::vector<ParameterInfo>& parameters
 Group::~Group() = default;
 
 at::Tensor Group::rows_of(const at::Tensor& flat, size_t index) const {
-  const auto k = static_cast<int64_t>(index);
-  const auto r = main_.local_rows(k);
-  const auto offset = layout_->tensor_to_offset[index] + r.begin * layout_->row_size(k) - main_.range().begin;
-  return shapes_[index].view(flat, offset, r.end - r.begin);
+  return shapes_[index].rows(flat, *layout_, main_.range(), static_cast<int64_t>(index));
+}
+
+void Group::keep_rows(size_t index, const at::Tensor& full) {
+  const auto r = main_.local_rows(static_cast<int64_t>(index));
+  if (r.begin == r.end) return;
+  rest_views_[index].copy_(full.dim() == 0 ? full.view({1}) : full.narrow(0, r.begin, r.end - r.begin));
 }
 
 void Group::load_initial_values(const std::vector<ParameterInfo>& parameters) {
   Unhooked unhooked;
   c10::NoGradGuard no_grad;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto r = main_.local_rows(static_cast<int64_t>(i));
-    if (unwritten_[i] >= 0 || r.begin == r.end) continue;
-    auto value = parameters[i].tensor.detach();
-    rest_views_[i].copy_(value.dim() == 0 ? value.view({1}) : value.narrow(0, r.begin, r.end - r.begin));
-  }
+  for (size_t i = 0; i < parameters.size(); ++i)
+    if (unwritten_[i] < 0) keep_rows(i, parameters[i].tensor.detach());
 }
 
 void Group::show(const std::vector<at::Tensor>& views) {
@@ -143,10 +142,8 @@ void Group::take_over() {
 }
 
 void Group::initialise(size_t index, const at::Tensor& full) {
-  const auto r = main_.local_rows(static_cast<int64_t>(index));
   unwritten_[index] = -1;
-  if (r.begin == r.end) return;
-  rest_views_[index].copy_(full.dim() == 0 ? full.view({1}) : full.narrow(0, r.begin, r.end - r.begin));
+  keep_rows(index, full);
 }
 
 void Group::values_written() {
@@ -310,12 +307,7 @@ void Group::hide_full_main(bool write_back) noexcept {
   Unhooked unhooked;
   c10::NoGradGuard no_grad;
   if (write_back) {
-    for (size_t i = 0; i < shapes_.size(); ++i) {
-      const auto r = main_.local_rows(static_cast<int64_t>(i));
-      if (r.begin == r.end) continue;
-      const auto& full = full_main_views_[i];
-      rest_views_[i].copy_(full.dim() == 0 ? full.view({1}) : full.narrow(0, r.begin, r.end - r.begin));
-    }
+    for (size_t i = 0; i < shapes_.size(); ++i) keep_rows(i, full_main_views_[i]);
     values_written();
   }
   show(rest_views_);

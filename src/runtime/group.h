@@ -101,6 +101,8 @@ class Group {
   int64_t stamp() const;
   void refresh_model(const std::string& unit);
   void finish_gather();
+  /// Copies this rank's rows out of a whole tensor.
+  void keep_rows(size_t index, const at::Tensor& full);
   void show(const std::vector<at::Tensor>& views);
   /// What handle `index` shows in the present state.
   const at::Tensor& shown(size_t index) const;

@@ -40,6 +40,12 @@ at::Tensor ParameterShape::view(const at::Tensor& flat, int64_t offset, int64_t 
   return rows_of.view(in_memory).permute(inverse);
 }
 
+at::Tensor ParameterShape::rows(const at::Tensor& flat, const GlobalLayout& layout, const ElementRange& range,
+                                int64_t index) const {
+  const auto r = layout.rows_in(index, range.begin, range.end);
+  return view(flat, layout.tensor_to_offset[index] + r.begin * layout.row_size(index) - range.begin, r.end - r.begin);
+}
+
 at::Tensor ParameterShape::whole(const at::Tensor& flat, int64_t offset) const {
   if (sizes.empty()) return flat.narrow(0, offset, 1).view(at::IntArrayRef{});
   return view(flat, offset, sizes[0]);

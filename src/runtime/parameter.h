@@ -8,6 +8,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/nn/module.h>
 
+#include <fsdp/dbuffer.h>
 #include <fsdp/layout.h>
 
 namespace fsdp::detail {
@@ -35,6 +36,8 @@ struct ParameterShape {
 
   /// The [rows, ...] view of `rows` rows that start at element `offset` of `flat`.
   at::Tensor view(const at::Tensor& flat, int64_t offset, int64_t rows) const;
+  /// As view, of the rows of tensor `index` of `layout` that lie in `range`, which `flat` covers.
+  at::Tensor rows(const at::Tensor& flat, const GlobalLayout& layout, const ElementRange& range, int64_t index) const;
   /// As view, of the whole parameter in its own shape.
   at::Tensor whole(const at::Tensor& flat, int64_t offset) const;
 };

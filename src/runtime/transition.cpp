@@ -9,29 +9,14 @@
 namespace fsdp::detail {
 namespace {
 
-struct Segments {
-  int64_t begin, count;
-};
-
-/// Innermost axis first: each sharded axis cuts what is left into equal numbers of segments, so the innermost is the
-/// most significant. `axis` (when not -1) is taken at coordinate `coordinate` instead of this rank's.
-Segments local_segments(const DeviceMesh& mesh, const std::vector<Placement>& placements, int64_t axis = -1,
-                        int64_t coordinate = 0) {
-  Segments s{0, mesh.size()};
-  for (int64_t i = mesh.ndim() - 1; i >= 0; --i) {
-    if (!is_sharded(placements[i])) continue;
-    s.count /= mesh.size(i);
-    s.begin += (i == axis ? coordinate : mesh.local_rank(i)) * s.count;
-  }
-  return s;
-}
-
-int64_t boundary(const GlobalLayout& layout, int64_t segment) {
-  return segment == layout.num_segments() ? layout.size : layout.rank_to_offset[segment];
-}
-
 ElementRange elements(const GlobalLayout& layout, const Segments& s) {
-  return {boundary(layout, s.begin), boundary(layout, s.begin + s.count)};
+  return {segment_begin(layout, s.first), segment_begin(layout, s.first + s.count)};
+}
+
+std::vector<int64_t> coordinates(const DeviceMesh& mesh) {
+  std::vector<int64_t> result;
+  for (int64_t i = 0; i < mesh.ndim(); ++i) result.push_back(mesh.local_rank(i));
+  return result;
 }
 
 std::string axis_name(const DeviceMesh& mesh, int64_t axis) { return mesh.axis_names()[axis]; }
@@ -40,8 +25,11 @@ std::string axis_name(const DeviceMesh& mesh, int64_t axis) { return mesh.axis_n
 std::vector<int64_t> counts(const DeviceMesh& mesh, const std::vector<Placement>& placements,
                             const GlobalLayout& layout, int64_t axis) {
   std::vector<int64_t> result(mesh.size(axis));
-  for (int64_t c = 0; c < mesh.size(axis); ++c)
-    result[c] = elements(layout, local_segments(mesh, placements, axis, c)).size();
+  auto at = coordinates(mesh);
+  for (int64_t c = 0; c < mesh.size(axis); ++c) {
+    at[axis] = c;
+    result[c] = elements(layout, local_segments(mesh.shape(), placements, at)).size();
+  }
   return result;
 }
 
@@ -93,53 +81,19 @@ bool same_shards(const DeviceMesh& mesh, const std::vector<Placement>& a, const 
 }
 
 ElementRange local_range(const DeviceMesh& mesh, const std::vector<Placement>& placements, const GlobalLayout& layout) {
-  return elements(layout, local_segments(mesh, placements));
+  return elements(layout, local_segments(mesh.shape(), placements, coordinates(mesh)));
 }
 
 TransitionPlan::TransitionPlan(const DeviceMesh& mesh, const std::vector<Placement>& from,
-                               const std::vector<Placement>& to) {
-  auto current = from;
-  auto step = [&](TransitionStep::Kind kind, int64_t axis, double scale = 1.0) {
-    current[axis] = to[axis];
-    if (mesh.size(axis) > 1) steps.push_back({kind, axis, current, scale});
-  };
-  using Kind = TransitionStep::Kind;
-  // Sharding leaves from the outermost (least significant) axis in: then the ranges that a gather joins are adjacent.
-  for (int64_t i = 0; i < mesh.ndim(); ++i) {
-    if (!is_sharded(from[i]) || is_sharded(to[i])) continue;
-    if (is_partial(to[i]))
-      throw ValueError(fmt::format("axis '{}': no collective turns {} into {}", axis_name(mesh, i), to_string(from[i]),
-                                   to_string(to[i])));
-    step(Kind::kAllGather, i);
-  }
-  // Everything else from the innermost axis out: an axis is sharded only when all axes inside it are.
-  for (int64_t i = mesh.ndim() - 1; i >= 0; --i) {
-    if (current[i] == to[i]) continue;
-    const auto* partial = std::get_if<Partial>(&current[i]);
-    double scale = partial && partial->op == ReduceOp::kAvg ? 1.0 / static_cast<double>(mesh.size(i)) : 1.0;
-    if (partial && is_sharded(to[i])) {
-      step(Kind::kReduceScatter, i, scale);
-    } else if (partial && is_replicate(to[i])) {
-      step(Kind::kAllReduce, i, scale);
-    } else if (is_replicate(current[i]) && is_sharded(to[i])) {
-      step(Kind::kSlice, i);
-    } else if (is_replicate(current[i]) && is_partial(to[i]) && std::get<Partial>(to[i]).op == ReduceOp::kAvg) {
-      step(Kind::kRelabel, i);
-    } else {
-      throw ValueError(fmt::format("axis '{}': no collective turns {} into {}", axis_name(mesh, i),
-                                   to_string(current[i]), to_string(to[i])));
-    }
-  }
-}
+                               const std::vector<Placement>& to)
+    : steps(plan_transition(mesh.shape(), mesh.axis_names(), from, to)) {}
 
 bool TransitionPlan::communicates() const {
   return std::any_of(steps.begin(), steps.end(), [](const auto& s) { return s.communicates(); });
 }
 
 bool TransitionPlan::reduces() const {
-  return std::any_of(steps.begin(), steps.end(), [](const auto& s) {
-    return s.kind == TransitionStep::Kind::kReduceScatter || s.kind == TransitionStep::Kind::kAllReduce;
-  });
+  return std::any_of(steps.begin(), steps.end(), [](const auto& s) { return s.reduces(); });
 }
 
 TransitionRun::TransitionRun(Arguments arguments)
@@ -157,7 +111,7 @@ at::Tensor TransitionRun::room_for(const ElementRange& range) const {
 }
 
 Work TransitionRun::submit(const TransitionStep& step) {
-  const auto after = elements(*a_.layout, local_segments(a_.mesh, step.after));
+  const auto after = local_range(a_.mesh, step.after, *a_.layout);
   Work work;
   using Kind = TransitionStep::Kind;
   const double scale = step.scale * (scaled_ ? 1.0 : a_.scale);

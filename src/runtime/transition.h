@@ -11,6 +11,8 @@
 #include <fsdp/layout.h>
 #include <fsdp/placement.h>
 
+#include "layout/transition_plan.h"
+
 namespace fsdp::detail {
 
 /// Throws ValueError unless `placements` can describe one buffer on `mesh`.
@@ -23,20 +25,8 @@ ElementRange local_range(const DeviceMesh& mesh, const std::vector<Placement>& p
 /// chance (it owns everything, or nothing), so what ranks must decide alike is never decided by them.
 bool same_shards(const DeviceMesh& mesh, const std::vector<Placement>& a, const std::vector<Placement>& b);
 
-/// One single-axis change of placement.
-struct TransitionStep {
-  enum class Kind { kAllGather, kReduceScatter, kAllReduce, kSlice, kRelabel };
-  Kind kind;
-  int64_t axis;                  ///< of the mesh
-  std::vector<Placement> after;  ///< placements once the step is done
-  double scale = 1.0;            ///< reductions: 1/n for an average
-  bool communicates() const { return kind != Kind::kSlice && kind != Kind::kRelabel; }
-};
-
-/// How a buffer gets from one list of placements to another: single-axis steps, in an order that keeps what a rank
-/// holds one contiguous range throughout. Axes of one rank change without a step.
+/// How a buffer gets from one list of placements to another, as plan_transition says for this mesh.
 struct TransitionPlan {
-  /// ValueError naming the axis for a change that no collective makes.
   TransitionPlan(const DeviceMesh& mesh, const std::vector<Placement>& from, const std::vector<Placement>& to);
   std::vector<TransitionStep> steps;
   bool communicates() const;

@@ -66,6 +66,13 @@ bool Unit::is_ancestor_of(const Unit& other) const {
   return false;
 }
 
+Unit::Place Unit::find(const c10::TensorImpl* handle) const {
+  for (const auto& group : groups)
+    for (size_t i = 0; i < group->handles().size(); ++i)
+      if (group->handles()[i].address() == handle) return {group.get(), i};
+  throw StateError(fmt::format("unit '{}' does not own this parameter", display_name()));
+}
+
 void Unit::start_unshard() {
   for (auto& g : groups) g->start_unshard(label);
 }

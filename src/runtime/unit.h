@@ -60,6 +60,12 @@ struct Unit final : FsdpModule, std::enable_shared_from_this<Unit> {
   bool has_frozen() const;
   int64_t payload() const;
   bool is_ancestor_of(const Unit& other) const;
+  struct Place {
+    Group* group;
+    size_t index;  // in the group
+  };
+  /// Where an owned parameter is.
+  Place find(const c10::TensorImpl* handle) const;
 
   // ---- weights
   void start_unshard();

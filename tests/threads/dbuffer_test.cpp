@@ -179,6 +179,52 @@ TEST(DBufferTest, SeveralAxes) {  // DBF-20, DBF-22, DBF-24, DBF-25; LAY-32, LAY
   });
 }
 
+// behaviours DBF-26, DBF-36, DBF-37: placements of a buffer and the way between them.
+TEST(DBufferTest, Redistribute) {
+  on_mesh({2, 2}, [](const DeviceMesh& mesh) {
+    const auto tensors = mix();
+    const Placement r = kR, s = kS;
+    for (auto kind : {ShardLayout::kPadded, ShardLayout::kUnpadded})
+      for (const auto& from : std::vector<std::vector<Placement>>{{r, r}, {r, s}, {s, s}})
+        for (const auto& to : std::vector<std::vector<Placement>>{{r, r}, {r, s}, {s, s}}) {
+          auto buffer = DBuffer::distribute_tensors(tensors, mesh, from, kind);
+          auto out = buffer.redistribute(to);
+          EXPECT_EQ(out.placements(), to);
+          for (int64_t i = 0; i < 3; ++i) {
+            const auto rows = out.local_rows(i);
+            EXPECT_TRUE(
+                torch::equal(out.local_tensor(i), tensors[static_cast<size_t>(i)].slice(0, rows.begin, rows.end)));
+          }
+        }
+    const double mine = static_cast<double>(mesh.rank() + 1);
+    for (auto op : {ReduceOp::kSum, ReduceOp::kAvg})
+      for (const auto& to : std::vector<std::vector<Placement>>{{r, r}, {r, s}, {s, s}}) {
+        auto partial = DBuffer::distribute_tensors(std::vector<torch::Tensor>{torch::full({5, 3}, mine)}, mesh,
+                                                   {Partial{op}, Partial{op}});
+        auto out = partial.redistribute(to);
+        EXPECT_LT(off_by(out.local_tensor(0), op == ReduceOp::kSum ? 10.0 : 2.5), 1e-6);
+        EXPECT_EQ(off_by(partial.local_tensor(0), mine), 0.0) << "the source changed";
+      }
+    auto sharded = DBuffer::distribute_tensors(tensors, mesh, {r, s});
+    thrown<ValueError>([&] { sharded.redistribute({s, r}); });
+    thrown<ValueError>([&] { sharded.redistribute({r}); });
+    thrown<ValueError>([&] { sharded.redistribute({r, Partial{}}); });
+    thrown<ValueError>([&] { sharded.redistribute({r, Shard{0}}); });
+    thrown<ValueError>([&] { DBuffer(mesh, {Partial{ReduceOp::kMax}, r}, {{2, 2}}, torch::kFloat); });
+    auto other = DBuffer(mesh, {r, r}, std::vector<Shape>{{2, 2}}, torch::kFloat);
+    EXPECT_THAT(thrown<ValueError>([&] { sharded.redistribute_into(other); }), HasSubstr("layout"));
+    // The same Storage object, emptied and filled again.
+    auto view = other.local_tensor(0);
+    const auto* storage = other.local_buffer().storage().unsafeGetStorageImpl();
+    other.release_storage();
+    EXPECT_EQ(other.local_bytes(), 0);
+    other.reallocate_storage();
+    EXPECT_EQ(other.local_buffer().storage().unsafeGetStorageImpl(), storage);
+    other.local_buffer().fill_(7);
+    EXPECT_EQ(off_by(view, 7), 0.0);
+  });
+}
+
 TEST(DBufferTest, Refusals) {  // DBF-21, DBF-29 to DBF-31, DBF-34, DBF-36
   on_mesh({2, 2}, [](const DeviceMesh& mesh) {
     const std::vector<Shape> shapes{{4, 4}};

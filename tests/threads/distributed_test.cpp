@@ -275,53 +275,6 @@ TEST(Log, RecordsDataCollectivesWhileItLives) {
   });
 }
 
-// behaviours DBF-26, DBF-36, DBF-37: placements of a buffer and the way between them.
-TEST(Buffer, Redistribute) {
-  on_mesh({2, 2}, [](const DeviceMesh& mesh) {
-    const std::vector<torch::Tensor> mix{torch::arange(21, torch::kFloat).view({7, 3}),
-                                         torch::arange(10, torch::kFloat).view({2, 5}) + 100,
-                                         torch::arange(7, torch::kFloat) + 200};
-    const Placement r = Replicate{}, s = RowAtomic{};
-    for (auto kind : {ShardLayout::kPadded, ShardLayout::kUnpadded})
-      for (const auto& from : std::vector<std::vector<Placement>>{{r, r}, {r, s}, {s, s}})
-        for (const auto& to : std::vector<std::vector<Placement>>{{r, r}, {r, s}, {s, s}}) {
-          auto buffer = DBuffer::distribute_tensors(mix, mesh, from, kind);
-          auto out = buffer.redistribute(to);
-          EXPECT_EQ(out.placements(), to);
-          for (int64_t i = 0; i < 3; ++i) {
-            const auto rows = out.local_rows(i);
-            EXPECT_TRUE(torch::equal(out.local_tensor(i), mix[static_cast<size_t>(i)].slice(0, rows.begin, rows.end)));
-          }
-        }
-    const double mine = static_cast<double>(mesh.rank() + 1);
-    for (auto op : {ReduceOp::kSum, ReduceOp::kAvg})
-      for (const auto& to : std::vector<std::vector<Placement>>{{r, r}, {r, s}, {s, s}}) {
-        auto partial = DBuffer::distribute_tensors(std::vector<torch::Tensor>{torch::full({5, 3}, mine)}, mesh,
-                                                   {Partial{op}, Partial{op}});
-        auto out = partial.redistribute(to);
-        EXPECT_LT(off_by(out.local_tensor(0), op == ReduceOp::kSum ? 10.0 : 2.5), 1e-6);
-        EXPECT_EQ(off_by(partial.local_tensor(0), mine), 0.0) << "the source changed";
-      }
-    auto sharded = DBuffer::distribute_tensors(mix, mesh, {r, s});
-    thrown<ValueError>([&] { sharded.redistribute({s, r}); });
-    thrown<ValueError>([&] { sharded.redistribute({r}); });
-    thrown<ValueError>([&] { sharded.redistribute({r, Partial{}}); });
-    thrown<ValueError>([&] { sharded.redistribute({r, Shard{0}}); });
-    thrown<ValueError>([&] { DBuffer(mesh, {Partial{ReduceOp::kMax}, r}, {{2, 2}}, torch::kFloat); });
-    auto other = DBuffer(mesh, {r, r}, std::vector<Shape>{{2, 2}}, torch::kFloat);
-    EXPECT_THAT(thrown<ValueError>([&] { sharded.redistribute_into(other); }), HasSubstr("layout"));
-    // The same Storage object, emptied and filled again.
-    auto view = other.local_tensor(0);
-    const auto* storage = other.local_buffer().storage().unsafeGetStorageImpl();
-    other.release_storage();
-    EXPECT_EQ(other.local_bytes(), 0);
-    other.reallocate_storage();
-    EXPECT_EQ(other.local_buffer().storage().unsafeGetStorageImpl(), storage);
-    other.local_buffer().fill_(7);
-    EXPECT_EQ(off_by(view, 7), 0.0);
-  });
-}
-
 FSDP_ON_TRANSPORTS(Collectives);
 FSDP_ON_TRANSPORTS(RunThreads);
 

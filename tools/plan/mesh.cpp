@@ -8,10 +8,6 @@ namespace fsdp::plan {
 
 namespace {
 constexpr int64_t kMostRanks = int64_t{1} << 20;
-
-int64_t boundary(const GlobalLayout& layout, int64_t segment) {
-  return segment == layout.num_segments() ? layout.size : layout.rank_to_offset[segment];
-}
 }  // namespace
 
 int64_t Mesh::size() const {
@@ -61,51 +57,18 @@ Mesh parse_mesh(std::string_view text) {
 }
 
 Segments local_segments(const Mesh& mesh, std::span<const Placement> placements, int64_t rank) {
-  Segments s{0, mesh.size()};
-  for (int64_t i = mesh.ndim() - 1; i >= 0; --i) {
-    if (!is_sharded(placements[i])) continue;
-    s.count /= mesh.shape[i];
-    s.first += mesh.coordinate(rank, i) * s.count;
-  }
-  return s;
+  std::vector<int64_t> coordinates;
+  for (int64_t i = 0; i < mesh.ndim(); ++i) coordinates.push_back(mesh.coordinate(rank, i));
+  return detail::local_segments(mesh.shape, placements, coordinates);
 }
 
 Range local_range(const Mesh& mesh, std::span<const Placement> placements, const GlobalLayout& layout, int64_t rank) {
   const auto s = local_segments(mesh, placements, rank);
-  return {boundary(layout, s.first), boundary(layout, s.first + s.count)};
+  return {detail::segment_begin(layout, s.first), detail::segment_begin(layout, s.first + s.count)};
 }
 
 std::vector<Step> transition(const Mesh& mesh, const std::vector<Placement>& from, const std::vector<Placement>& to) {
-  std::vector<Step> steps;
-  auto now = from;
-  auto add = [&](Step::Kind kind, int64_t axis) {
-    now[axis] = to[axis];
-    if (mesh.shape[axis] > 1) steps.push_back({kind, axis, now});
-  };
-  auto refuse = [&](int64_t axis) {
-    throw ValueError("axis '" + mesh.axes[axis] + "': no collective turns " + to_string(now[axis]) + " into " +
-                     to_string(to[axis]));
-  };
-  // What is gathered must lie side by side: the outermost axis, which cuts finest, first.
-  for (int64_t i = 0; i < mesh.ndim(); ++i)
-    if (is_sharded(now[i]) && is_replicate(to[i]))
-      add(Step::Kind::kAllGather, i);
-    else if (is_sharded(now[i]) && is_partial(to[i]))
-      refuse(i);
-  for (int64_t i = mesh.ndim() - 1; i >= 0; --i) {
-    if (now[i] == to[i]) continue;
-    if (is_partial(now[i]) && is_sharded(to[i]))
-      add(Step::Kind::kReduceScatter, i);
-    else if (is_partial(now[i]) && is_replicate(to[i]))
-      add(Step::Kind::kAllReduce, i);
-    else if (is_replicate(now[i]) && is_sharded(to[i]))
-      add(Step::Kind::kSlice, i);
-    else if (is_replicate(now[i]) && is_partial(to[i]))
-      add(Step::Kind::kRelabel, i);
-    else
-      refuse(i);
-  }
-  return steps;
+  return detail::plan_transition(mesh.shape, mesh.axes, from, to);
 }
 
 }  // namespace fsdp::plan

@@ -9,9 +9,9 @@
 #include <fsdp/layout.h>
 #include <fsdp/placement.h>
 
-/// A data-parallel mesh without the processes: which part of a buffer a rank holds, and by what collectives a buffer
-/// gets from one list of placements to another. Written apart from the library's runtime, and compared with it by
-/// tests.
+#include "layout/transition_plan.h"
+
+/// A data-parallel mesh without the processes. What a rank holds and how placements change is the runtime's own rule.
 namespace fsdp::plan {
 
 struct Mesh {
@@ -39,25 +39,12 @@ struct Range {
   friend bool operator==(const Range&, const Range&) = default;
 };
 
-/// Segments [first, first + count) of a layout of mesh.size() segments that a rank holds. Inner-major: the innermost
-/// sharded axis cuts first.
-struct Segments {
-  int64_t first = 0, count = 0;
-};
+using detail::Segments;
 Segments local_segments(const Mesh&, std::span<const Placement>, int64_t rank);
 Range local_range(const Mesh&, std::span<const Placement>, const GlobalLayout&, int64_t rank);
 
-/// One change of placement along one axis; axes of one rank change without a step.
-struct Step {
-  enum class Kind { kAllGather, kReduceScatter, kAllReduce, kSlice, kRelabel };
-  Kind kind;
-  int64_t axis;
-  std::vector<Placement> after;
-  bool communicates() const { return kind != Kind::kSlice && kind != Kind::kRelabel; }
-  bool reduces() const { return kind == Kind::kReduceScatter || kind == Kind::kAllReduce; }
-};
-
-/// ValueError naming the axis for a change that no collective makes.
+using Step = detail::TransitionStep;
+/// As detail::plan_transition.
 std::vector<Step> transition(const Mesh&, const std::vector<Placement>& from, const std::vector<Placement>& to);
 
 }  // namespace fsdp::plan
