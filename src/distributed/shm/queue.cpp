@@ -25,7 +25,7 @@ constexpr int64_t kWorthWaking = 128 * 1024;
 
 /// Over once, then it never touches the queue: Work may outlive its communicator.
 struct Queue::Job final : WorkImpl {
-  std::shared_ptr<Queue> queue;
+  std::weak_ptr<Queue> queue;  // set before anybody waits, then only read: waiters and the helper need no lock for it
   std::unique_ptr<Operation> operation;
   Clock::time_point submitted;
   bool hurry = false;
@@ -40,11 +40,9 @@ struct Queue::Job final : WorkImpl {
   }
 
   void wait() override {
-    if (!over) {
-      // Not the member: it goes when the job is over.
-      const auto owner = queue;
-      owner->wait_for(*this);
-    }
+    // A queue that is gone has ended its jobs first.
+    if (!over)
+      if (const auto owner = queue.lock()) owner->wait_for(*this);
     if (!failure.empty()) throw std::runtime_error(failure);
   }
 
@@ -72,7 +70,7 @@ std::shared_ptr<WorkImpl> Queue::submit(std::unique_ptr<Operation> operation, in
     job->finish(rounds_.segment().failure());
     return job;
   }
-  job->queue = shared_from_this();
+  job->queue = weak_from_this();
   jobs_.push_back(job);
   if (!running_ && jobs_.size() == 1 && !job->hurry) {
     // Not under the lock: abort() must not wait for a copy.
@@ -112,7 +110,6 @@ void Queue::run_front(Lock& lock, Patience patience) {
   running_ = false;
   jobs_.pop_front();
   job->finish(why);
-  job->queue.reset();
   if (!why.empty()) drop_waiting(fmt::format("this communicator failed before: {}", failure_->text()));
   changed_.notify_all();
 }
@@ -164,7 +161,6 @@ void Queue::drop_waiting(const std::string& why) {
   for (auto& job : jobs) {
     job->finish(why);
     job->operation.reset();
-    job->queue.reset();
   }
 }
 
