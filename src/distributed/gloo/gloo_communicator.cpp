@@ -48,26 +48,26 @@ std::vector<std::shared_ptr<::gloo::transport::Device>> devices(bool single_host
 class GlooCommunicator final : public Communicator {
  public:
   explicit GlooCommunicator(CommSetup s)
-      : Communicator(s.rank, s.size, s.device, s.axes, s.timeout, s.trace), setup_(std::move(s)) {
+      : Communicator(s.rank, s.size, s.device, s.axes, s.timeout, s.trace),
+        setup_(std::move(s)),
+        worker_(timeout(), failure()) {
     auto options = ProcessGroupGloo::Options::create(timeout());
     options->threads = 1;  // for gloo's own collectives, which are not used
     options->devices = devices(setup_.single_host);
     group_ = c10::make_intrusive<ProcessGroupGloo>(setup_.store, static_cast<int>(rank()), static_cast<int>(size()),
                                                    options);
-    worker_ = std::make_unique<CommWorker>(timeout(), failure());
   }
 
   ~GlooCommunicator() override {
     // What still runs would wait for peers that may be gone.
-    if (!worker_->idle()) abort();
-    worker_.reset();
+    if (!worker_.idle()) abort();
   }
 
   std::string_view backend() const override { return "gloo"; }
 
   void abort() noexcept override {
     failure()->record("aborted");
-    worker_->fail(failure()->text());
+    worker_.fail(failure()->text());
     try {
       // Only the waits: closing connections under the worker thread is a race inside gloo.
       std::lock_guard lock(waiting_mutex_);
@@ -149,7 +149,7 @@ class GlooCommunicator final : public Communicator {
 
   template <class F>
   WorkPtr submit(const OpInfo& info, F operation) {
-    return worker_->submit(info.what, [this, operation = std::move(operation)] {
+    return worker_.submit(info.what, [this, operation = std::move(operation)] {
       c10::NoGradGuard no_grad;
       // One for all peers and rounds of the operation.
       operation(std::chrono::steady_clock::now() + timeout());
@@ -225,7 +225,7 @@ class GlooCommunicator final : public Communicator {
   /// Runs `f`, which talks to member `peer`; what it throws names that rank.
   template <class F>
   void naming(const char* action, int64_t peer, Deadline deadline, F&& f) {
-    worker_->doing(action, world_rank(peer));
+    worker_.doing(action, world_rank(peer));
     try {
       f();
     } catch (const std::exception& e) {
@@ -279,11 +279,11 @@ class GlooCommunicator final : public Communicator {
   // connections.
   std::vector<at::Tensor> unfinished_;
   c10::intrusive_ptr<ProcessGroupGloo> group_;
-  std::unique_ptr<CommWorker> worker_;
   std::atomic<bool> aborted_ = false;
   std::mutex waiting_mutex_;
   std::vector<c10::intrusive_ptr<c10d::Work>> waiting_;  // what the worker thread waits for now
   int64_t splits_ = 0;
+  CommWorker worker_;  // goes first: its thread uses this object until it has joined
 };
 
 }  // namespace
