@@ -130,6 +130,15 @@ std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors) {
   return devices;
 }
 
+/// Nodes are shared pointers in LibTorch 2.11 and count their own references in 2.15.
+template <class T>
+auto make_node() {
+  if constexpr (std::is_same_v<decltype(torch::autograd::Edge::function), std::shared_ptr<torch::autograd::Node>>)
+    return std::shared_ptr<T>(new T, [](T* node) { deleteNode(node); });
+  else
+    return c10::make_intrusive<T>();
+}
+
 bool differentiable(const at::Tensor& t) { return t.is_floating_point() || t.is_complex(); }
 
 }  // namespace
@@ -142,7 +151,7 @@ std::vector<at::Tensor> run_checkpointed(Segment segment, std::vector<at::Tensor
     CheckpointedForward training;
     outputs = segment(inputs);
   }
-  auto node = std::shared_ptr<CheckpointNode>(new CheckpointNode, torch::autograd::deleteNode);
+  auto node = make_node<CheckpointNode>();
   node->segment = std::move(segment);
   node->surroundings = std::move(surroundings);
   auto edges = inputs;
