@@ -2,6 +2,7 @@
 
 /// Fully sharded data parallel for LibTorch: everything a training program needs.
 #include <fsdp/activation_checkpoint.h>
+#include <fsdp/checkpoint.h>
 #include <fsdp/collective_log.h>
 #include <fsdp/compat.h>
 #include <fsdp/context.h>

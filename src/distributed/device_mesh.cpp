@@ -98,6 +98,7 @@ const std::vector<std::string>& DeviceMesh::axis_names() const { return impl_->n
 const std::vector<int64_t>& DeviceMesh::shape() const { return impl_->shape; }
 c10::Device DeviceMesh::device() const { return impl_->grid->world->device(); }
 World& DeviceMesh::world() const { return *impl_->grid->world; }
+std::vector<int64_t> DeviceMesh::world_ranks() const { return impl_->grid->ranks_along(impl_->axes); }
 
 Communicator& DeviceMesh::communicator(const MeshAxis& axis, Channel channel) const {
   return impl_->grid->communicator({impl_->axes[axis_index(axis)]}, channel);

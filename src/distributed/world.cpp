@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <numeric>
 
 #include <unistd.h>
 
@@ -20,7 +21,10 @@
 namespace fsdp {
 
 World::World(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-World::~World() { impl_->trace->failures()->stop(); }
+World::~World() {
+  impl_->control.reset();  // reports to the failures while it lives
+  impl_->trace->failures()->stop();
+}
 
 int64_t World::rank() const { return impl_->rank; }
 int64_t World::size() const { return impl_->size; }
@@ -104,6 +108,16 @@ std::shared_ptr<Communicator> World::communicator(std::span<const int64_t> ranks
     detail::raise_failure(failures, fmt::format("rank {}: connecting mesh axis '{}' (ranks {}) failed: {}", impl_->rank,
                                                 axes, fmt::join(ranks, ", "), detail::text_of(e)));
   }
+}
+
+Communicator& World::control() {
+  if (!impl_->control) {
+    std::vector<int64_t> ranks(static_cast<size_t>(impl_->size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    impl_->control = communicator(ranks, "control", "world");
+    impl_->control->set_control();
+  }
+  return *impl_->control;
 }
 
 void World::abort(std::string_view why) noexcept {

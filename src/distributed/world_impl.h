@@ -19,6 +19,7 @@ struct World::Impl {
   bool single_host = true;
   bool simulated = false;                    // the other ranks do not exist
   std::shared_ptr<detail::CommTrace> trace;  // made by World
+  std::shared_ptr<Communicator> control;     // none before its first use
   int64_t meshes = 0, barriers = 0;
 };
 

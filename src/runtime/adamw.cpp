@@ -112,10 +112,14 @@ void AdamW::collect(OptimizerParamGroup& param_group, Batch& batch) {
     auto& flat = *slot;
     if (!flat.exp_avg.defined()) flat.exp_avg = at::zeros_like(weights), flat.exp_avg_sq = at::zeros_like(weights);
     if (amsgrad && !flat.max_exp_avg_sq.defined()) flat.max_exp_avg_sq = at::zeros_like(weights);
-    // State that load() brought, or that this is the first step of, moves into the flat buffers.
+    // State that load() brought, or that this is the first step of, moves into the flat buffers; what they hold of an
+    // earlier life of the state goes.
     auto settle = [&](at::Tensor current, const at::Tensor& buffer, size_t index) {
       auto view = group->rows_of(buffer, index);
-      if (current.defined() && !current.is_alias_of(buffer)) view.copy_(current);
+      if (!current.defined())
+        view.zero_();
+      else if (!current.is_alias_of(buffer))
+        view.copy_(current);
       return view;
     };
     for (size_t i = 0; i < members.states.size(); ++i) {

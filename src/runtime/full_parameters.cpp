@@ -52,7 +52,7 @@ FullParameters::FullParameters(torch::nn::Module& module, bool write_back) : imp
     if (unit->phase() != FsdpModule::Phase::kResting)
       throw StateError(fmt::format("FullParameters: unit '{}' is in phase {}; use it between forward and backward",
                                    unit->display_name(), to_string(unit->phase())));
-    for (const auto& group : unit->groups) group->check_handles(unit->display_name());
+    unit->check_groups();
   }
   try {
     for (const auto& unit : impl_->units) {

@@ -274,12 +274,17 @@ void Group::check_handles(const std::string& unit) const {
     if (!handle.storage().is_alias_of(view.storage())) fail(i, "was given other storage");
     if (handle.requires_grad() != requires_grad_)
       fail(i, fmt::format("had requires_grad set to {}", handle.requires_grad() ? "true" : "false"));
-    if (unwritten_[i] >= 0 && unwritten_[i] == handle._version())
+  }
+}
+
+void Group::check_values(const std::string& unit) const {
+  for (size_t i = 0; i < handles_.size(); ++i)
+    if (const auto handle = handles_[i].lock();
+        handle.defined() && unwritten_[i] >= 0 && unwritten_[i] == handle._version())
       throw StateError(fmt::format(
           "unit '{}': parameter '{}' was built on the meta device and has no values yet; give fully_shard a "
           "ParameterInit, or fill it in place (sync_model_weights() after writes through .data())",
           unit, names_[i]));
-  }
 }
 
 void Group::show_full_main(const std::string& unit) {

@@ -61,9 +61,10 @@ class Group {
   void invalidate() { model_stamp_ = -1; }
   /// Values came in a way that no version counter sees.
   void values_written();
-  /// StateError naming the parameter that was replaced, moved, converted or resized behind the library's back, or that
-  /// came from the meta device and was never given values.
+  /// StateError naming the parameter that was replaced, moved, converted or resized behind the library's back.
   void check_handles(const std::string& unit) const;
+  /// StateError naming the parameter that came from the meta device and was never given values.
+  void check_values(const std::string& unit) const;
 
   // ---- full values in the optimizer's dtype (FullParameters)
   void show_full_main(const std::string& unit);

@@ -73,6 +73,13 @@ Unit::Place Unit::find(const c10::TensorImpl* handle) const {
   throw StateError(fmt::format("unit '{}' does not own this parameter", display_name()));
 }
 
+void Unit::check_groups() const {
+  for (const auto& g : groups) {
+    g->check_handles(display_name());
+    g->check_values(display_name());
+  }
+}
+
 void Unit::start_unshard() {
   for (auto& g : groups) g->start_unshard(label);
 }
@@ -114,8 +121,8 @@ void Unit::begin_forward(bool by_operator) {
     context_state->current_pass();  // belongs to this backward, not to one inside the recompute
   else
     context_state->abandon_stale_pass();
+  check_groups();
   for (const auto& g : groups) {
-    g->check_handles(display_name());
     if (g->shows_full_main() && c10::GradMode::is_enabled())
       throw StateError(
           fmt::format("unit '{}': forward with gradients inside FullParameters; leave its scope, or use "
@@ -218,8 +225,8 @@ void Unit::begin_backward() {
   Unhooked unhooked;
   c10::NoGradGuard no_grad;
   context_state->current_pass();
+  check_groups();
   for (const auto& g : groups) {
-    g->check_handles(display_name());
     if (g->shows_full_main())
       throw StateError(fmt::format("unit '{}': backward inside FullParameters; leave its scope first", display_name()));
   }
@@ -375,7 +382,7 @@ void FsdpModule::post_backward() {
 void FsdpModule::unshard() {
   auto& unit = unit_of(*this);
   unit.context_state->require_finalized("unshard");
-  for (const auto& g : unit.groups) g->check_handles(unit.display_name());
+  unit.check_groups();
   unit.finish_unshard();
   unit.held = true;
 }

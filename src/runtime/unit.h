@@ -66,6 +66,8 @@ struct Unit final : FsdpModule, std::enable_shared_from_this<Unit> {
   };
   /// Where an owned parameter is.
   Place find(const c10::TensorImpl* handle) const;
+  /// StateError naming a parameter that cannot be used: replaced behind the library's back, or without values.
+  void check_groups() const;
 
   // ---- weights
   void start_unshard();

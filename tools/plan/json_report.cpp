@@ -1,26 +1,11 @@
 #include <sstream>
 #include <utility>
 
+#include "json/text.h"
 #include "plan/report.h"
 
 namespace fsdp::plan {
 namespace {
-
-std::string quoted(const std::string& text) {
-  static constexpr const char* kHex = "0123456789abcdef";
-  std::string s = "\"";
-  for (unsigned char c : text) {
-    if (c == '"' || c == '\\') s += '\\';
-    if (c < 0x20) {
-      s += "\\u00";
-      s += kHex[c >> 4];
-      s += kHex[c & 15];
-    } else {
-      s += static_cast<char>(c);
-    }
-  }
-  return s + "\"";
-}
 
 /// Writes members and items; commas and braces come by themselves.
 class Writer {
@@ -37,13 +22,13 @@ class Writer {
   }
   Writer& key(const std::string& name) {
     item();
-    out_ << quoted(name) << ": ";
+    out_ << json::quoted(name) << ": ";
     after_key_ = true;
     return *this;
   }
   void value(int64_t n) { item(), out_ << n; }
   void value(bool b) { item(), out_ << (b ? "true" : "false"); }
-  void value(const std::string& text) { item(), out_ << quoted(text); }
+  void value(const std::string& text) { item(), out_ << json::quoted(text); }
   void value(const char* text) { value(std::string(text)); }
   void member(const std::string& name, const auto& v) { key(name).value(v); }
 

@@ -33,6 +33,8 @@ class DeviceMesh {
   const std::vector<int64_t>& shape() const;
   c10::Device device() const;
   World& world() const;
+  /// The mesh's ranks as the world numbers them, in the mesh's order.
+  std::vector<int64_t> world_ranks() const;
 
   /// Index of an axis in [0, ndim()). ValueError for an unknown name or an index out of range.
   int64_t axis_index(const MeshAxis& axis) const;

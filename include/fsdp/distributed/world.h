@@ -46,6 +46,9 @@ class World : public std::enable_shared_from_this<World> {
   /// them; `key` is unique per communicator and equal on its ranks; `axes` is what errors call it.
   std::shared_ptr<Communicator> communicator(std::span<const int64_t> ranks, const std::string& key,
                                              const std::string& axes);
+  /// A communicator among all ranks for small messages; what goes over it is not logged. Made at first use, which is
+  /// collective.
+  Communicator& control();
   /// The next number of a sequence that is equal on all ranks when all create meshes in one order.
   int64_t next_mesh_id();
   /// Fails every communicator of this rank, pending and later operations alike, and leaves `why` in the store, where

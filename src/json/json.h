@@ -8,7 +8,7 @@
 #include <variant>
 #include <vector>
 
-/// A small JSON reader for the tools and tests: whole documents in memory, numbers as 64-bit integers where they are
+/// A small JSON reader, for checkpoints and tools: whole documents in memory, numbers as 64-bit integers where they are
 /// written as such. Strings are UTF-8; \u escapes outside ASCII are not needed here and refused.
 namespace fsdp::json {
 
