@@ -7,6 +7,7 @@
 #include <map>
 #include <thread>
 
+#include <sys/resource.h>
 #include <unistd.h>
 #include <csignal>
 
@@ -136,12 +137,66 @@ int other_order() {
   return 0;
 }
 
+/// A checkpoint S1, then S2, of which FSDP_TEST_RANK cannot write its part: the system refuses the bytes ("write"), or
+/// ends the process there ("kill").
+int save_twice() {
+  auto world = join_world();
+  auto mesh = init_device_mesh(world, {world->size()}, {"dp"});
+  const std::filesystem::path folder = variable("FSDP_TEST_FOLDER");
+  FsdpContext ctx(mesh.device());
+  Probe model(256, 64);
+  {
+    auto scope = fully_shard_context(ctx);
+    fully_shard(model, mesh, zero3("dp"));
+  }
+  torch::optim::SGD optimizer(fsdp::parameters(*model), torch::optim::SGDOptions(0.5));
+  save_checkpoint(folder / "S1", *model, optimizer);
+  model->forward(1.0).backward();
+  optimizer.step();
+  if (std::to_string(world->rank()) == variable("FSDP_TEST_RANK", "1")) {
+    if (variable("FSDP_TEST_FAULT") == "write") std::signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{4096, RLIM_INFINITY};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  save_checkpoint(folder / "S2", *model, optimizer);
+  return 0;
+}
+
+/// What a new job finds in that folder.
+int load_both() {
+  auto world = join_world();
+  auto mesh = init_device_mesh(world, {world->size()}, {"dp"});
+  const std::filesystem::path folder = variable("FSDP_TEST_FOLDER");
+  FsdpContext ctx(mesh.device());
+  Probe model(256, 64);
+  {
+    auto scope = fully_shard_context(ctx);
+    fully_shard(model, mesh, zero3("dp"));
+  }
+  torch::optim::SGD optimizer(fsdp::parameters(*model), torch::optim::SGDOptions(0.25));
+  try {
+    load_checkpoint(folder / "S2", *model, optimizer);
+  } catch (const CheckpointError& e) {
+    std::cout << "S2: " << e.what() << std::endl;
+  }
+  load_checkpoint(folder / "S1", *model, optimizer);
+  torch::NoGradGuard no_grad;
+  std::cout << "S1: " << model->forward(1.0).item<double>() << std::endl;
+  save_checkpoint(folder / "S2", *model, optimizer);
+  load_checkpoint(folder / "S2", *model, optimizer);
+  std::cout << "S2 saved again" << std::endl;
+  world->barrier();
+  return 0;
+}
+
 const std::map<std::string, std::function<int()>>& scenarios() {
   static const std::map<std::string, std::function<int()>> all{{"train", train_one_axis},
                                                                {"train_grid", train_grid},
                                                                {"unwind", unwind_mid_step},
                                                                {"outlive", modules_outlive_their_mesh},
                                                                {"sum", sum},
+                                                               {"save_twice", save_twice},
+                                                               {"load_both", load_both},
                                                                {"other_order", other_order}};
   return all;
 }
@@ -156,6 +211,9 @@ int run_scenario(const std::string& name) {
   } catch (const CommError& e) {
     std::cout << "CommError: " << e.what() << std::endl;
     code = 3;
+  } catch (const CheckpointError& e) {
+    std::cout << "CheckpointError: " << e.what() << std::endl;
+    code = 5;
   } catch (const std::exception& e) {
     std::cout << "exception: " << e.what() << std::endl;
     code = 4;
