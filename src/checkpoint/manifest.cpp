@@ -8,7 +8,7 @@
 
 #include <fsdp/error.h>
 
-#include "checkpoint/safetensors.h"
+#include "checkpoint/dtypes.h"
 #include "checkpoint/values.h"
 #include "json/json.h"
 #include "json/text.h"
@@ -33,13 +33,13 @@ std::string tensor_text(const StoredTensor& t) {
   for (const auto& p : t.pieces)
     pieces += fmt::format("{}[{},{},{},{}]", pieces.empty() ? "" : ",", json::quoted(p.file), p.rows.begin, p.rows.end,
                           p.offset);
-  return fmt::format(R"({{"dtype":"{}","shape":[{}],"pieces":[{}]}})", safetensors::dtype_name(t.dtype),
-                     fmt::join(t.shape, ","), pieces);
+  return fmt::format(R"({{"dtype":"{}","shape":[{}],"pieces":[{}]}})", dtype_name(t.dtype), fmt::join(t.shape, ","),
+                     pieces);
 }
 
 StoredTensor tensor_from(const json::Value& v) {
   StoredTensor t;
-  t.dtype = safetensors::dtype_named(v.at("dtype").as_string());
+  t.dtype = dtype_named(v.at("dtype").as_string(), "a tensor");
   t.shape = v.at("shape").as_ints();
   for (const auto& item : v.at("pieces").as_array()) {
     const auto& p = item.as_array();

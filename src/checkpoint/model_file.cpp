@@ -5,10 +5,11 @@
 
 #include <fsdp/checkpoint.h>
 
+#include "checkpoint/dtypes.h"
 #include "checkpoint/file.h"
 #include "checkpoint/module_state.h"
 #include "checkpoint/restore.h"
-#include "checkpoint/safetensors.h"
+#include "safetensors/header.h"
 
 namespace fsdp {
 namespace detail {
@@ -52,11 +53,11 @@ Stored open_model(const fs::path& path) {
   safetensors::Metadata metadata;
   for (const auto& file : model_files(path)) {
     stored.folder = file.parent_path();
-    const auto header = safetensors::read_header(File::open(file));
+    const auto header = safetensors::read_header(file);
     metadata.insert(metadata.end(), header.metadata.begin(), header.metadata.end());
     for (const auto& e : header.entries) {
-      StoredTensor t{e.shape, e.dtype, {}};
-      if (e.bytes() > 0) t.pieces.push_back({file.filename().string(), {0, t.rows()}, e.offset});
+      StoredTensor t{e.shape, dtype_named(e.dtype, fmt::format("{}: tensor '{}'", file.string(), e.name)), {}};
+      if (e.bytes > 0) t.pieces.push_back({file.filename().string(), {0, t.rows()}, e.offset});
       if (!m.tensors.emplace(e.name, std::move(t)).second)
         throw CheckpointError(fmt::format("{}: tensor '{}' is in it twice", path.string(), e.name));
     }
@@ -83,7 +84,7 @@ void save(const fs::path& path, torch::nn::Module& module, const CheckpointOptio
   std::vector<safetensors::Entry> entries;
   std::map<std::string, const safetensors::Entry*> entry_of;
   call.step([&] {
-    for (const auto& [name, t] : model.tensors) entries.push_back({name, t.dtype, t.shape});
+    for (const auto& [name, t] : model.tensors) entries.push_back({name, dtype_name(t.dtype), t.shape});
     for (const auto& e : entries) entry_of[e.name] = &e;
     safetensors::Metadata metadata(options.notes.begin(), options.notes.end());
     metadata.insert(metadata.end(), model.aliases.begin(), model.aliases.end());
@@ -94,7 +95,7 @@ void save(const fs::path& path, torch::nn::Module& module, const CheckpointOptio
     const auto file = File::create(incomplete);
     file.write(header.data(), static_cast<int64_t>(header.size()), 0);
     int64_t bytes = static_cast<int64_t>(header.size());
-    for (const auto& e : entries) bytes += e.bytes();
+    for (const auto& e : entries) bytes += e.bytes;
     file.resize(bytes);
   });
   auto place = [&](const StateEntry& e) {

@@ -5,10 +5,11 @@
 #include <fsdp/checkpoint.h>
 
 #include "checkpoint/collective_call.h"
+#include "checkpoint/dtypes.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/module_state.h"
 #include "checkpoint/optimizer_state.h"
-#include "checkpoint/safetensors.h"
+#include "safetensors/header.h"
 
 namespace fsdp {
 namespace detail {
@@ -56,7 +57,7 @@ void write_items(const std::filesystem::path& folder, const std::string& name, c
   std::vector<safetensors::Entry> entries;
   for (size_t i = 0; i < items.size(); ++i) {
     auto shape = items[i].tensor.dim() == 0 ? Shape{1} : items[i].tensor.sizes().vec();
-    entries.push_back({labels[i], items[i].tensor.scalar_type(), std::move(shape)});
+    entries.push_back({labels[i], dtype_name(items[i].tensor.scalar_type()), std::move(shape)});
   }
   const auto header = safetensors::layout(entries, {});
   const auto file = File::create(folder / name);

@@ -844,9 +844,9 @@ TEST(Checkpoint, DamageIsFound) {
                                                           {"nowhere", "there is no checkpoint"}})
       EXPECT_THAT(thrown<CheckpointError>([&] { load_checkpoint(folder / name, *model, optimizer); }), HasSubstr(text));
     for (const auto& [name, text] :
-         std::vector<std::pair<std::string, std::string>>{{"short.safetensors", "got 3 bytes"},
+         std::vector<std::pair<std::string, std::string>>{{"short.safetensors", "it has 3 bytes"},
                                                           {"text.safetensors", "is no safetensors file"},
-                                                          {"cut.safetensors", "is cut short: tensor 'weight'"},
+                                                          {"cut.safetensors", "tensor \"weight\": should end"},
                                                           {"nowhere", "there is no"}})
       EXPECT_THAT(thrown<CheckpointError>([&] { load_safetensors(folder / name, *model); }), HasSubstr(text));
     EXPECT_EQ(off_by(gathered(*model)[0], 7.0), 0.0);

@@ -1,15 +1,12 @@
 #include <algorithm>
-#include <array>
 #include <charconv>
-#include <cstring>
-#include <fstream>
 #include <map>
 #include <tuple>
 
 #include <fsdp/error.h>
 
-#include "json/json.h"
 #include "plan/model_readers.h"
+#include "safetensors/header.h"
 
 namespace fsdp::plan {
 namespace {
@@ -17,26 +14,6 @@ namespace {
 namespace fs = std::filesystem;
 
 [[noreturn]] void fail(const fs::path& file, const std::string& why) { throw ValueError(file.string() + ": " + why); }
-
-/// A safetensors file begins with the length of its JSON header: 8 bytes, little endian.
-std::string read_header(const fs::path& file) {
-  std::ifstream in(file, std::ios::binary | std::ios::ate);
-  if (!in) fail(file, "cannot be read");
-  const auto size = static_cast<uint64_t>(in.tellg());
-  std::array<unsigned char, 8> prefix{};
-  in.seekg(0);
-  if (size < prefix.size() || !in.read(reinterpret_cast<char*>(prefix.data()), prefix.size()))
-    fail(file,
-         "is no safetensors file: it has " + std::to_string(size) + " bytes, fewer than the 8 of a header's length");
-  uint64_t length = 0;
-  for (size_t i = prefix.size(); i-- > 0;) length = length << 8 | prefix[i];
-  if (length > size - prefix.size())
-    fail(file, "is no safetensors file, or is cut short: its header should have " + std::to_string(length) +
-                   " bytes, and " + std::to_string(size - prefix.size()) + " follow");
-  std::string header(length, '\0');
-  if (!in.read(header.data(), static_cast<std::streamsize>(length))) fail(file, "cannot be read");
-  return header;
-}
 
 /// "model.layers.12.mlp.weight": the unit is "model.layers.12"; number -1 and no name where there is no number.
 struct UnitKey {
@@ -66,15 +43,10 @@ struct Reader {
   std::map<std::string, fs::path> seen;
   std::vector<std::string> notes;
 
-  void add(const fs::path& file, const std::string& name, const json::Value& entry) {
-    Tensor tensor{.name = name};
-    std::string stored;
-    try {
-      stored = entry.at("dtype").as_string();
-      tensor.shape = entry.at("shape").as_ints();
-    } catch (const json::Error& e) {
-      fail(file, "tensor \"" + name + "\": " + e.what());
-    }
+  void add(const fs::path& file, const safetensors::Entry& entry) {
+    const auto& name = entry.name;
+    const auto& stored = entry.dtype;
+    Tensor tensor{.name = name, .shape = entry.shape};
     if (const auto [it, fresh] = seen.emplace(name, file); !fresh)
       fail(file, "tensor \"" + name + "\" is in " + it->second.string() + " too");
     if (holds_integers(stored)) {
@@ -107,15 +79,11 @@ Model safetensors_model(std::span<const fs::path> files, std::optional<Dtype> dt
   if (files.empty()) throw ValueError("expected at least one safetensors file");
   Reader reader{.dtype = dtype, .units = {}, .seen = {}, .notes = {}};
   for (const auto& file : files) {
-    json::Value header;
     try {
-      header = json::parse(read_header(file));
-    } catch (const json::Error& e) {
-      fail(file, std::string("its header: ") + e.what());
+      for (const auto& entry : safetensors::read_header(file).entries) reader.add(file, entry);
+    } catch (const safetensors::FormatError& e) {
+      throw ValueError(e.what());
     }
-    if (!std::holds_alternative<json::Value::Object>(header.data())) fail(file, "its header: expected an object");
-    for (const auto& [name, entry] : header.as_object())
-      if (name != "__metadata__") reader.add(file, name, entry);
   }
   Model model{files.front().filename().string(), {}, std::move(reader.notes)};
   for (auto& [key, unit] : reader.units) {
