@@ -54,6 +54,7 @@ Stored open_model(const fs::path& path) {
   for (const auto& file : model_files(path)) {
     stored.folder = file.parent_path();
     const auto header = safetensors::read_header(file);
+    safetensors::check_tensors(header, file);
     metadata.insert(metadata.end(), header.metadata.begin(), header.metadata.end());
     for (const auto& e : header.entries) {
       StoredTensor t{e.shape, dtype_named(e.dtype, fmt::format("{}: tensor '{}'", file.string(), e.name)), {}};

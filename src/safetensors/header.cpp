@@ -137,19 +137,25 @@ Header read_header(const fs::path& file) {
         throw json::Error("its data_offsets are [" + joined(range) + "]");
       entry.offset = data + range[0];
       entry.bytes = range[1] - range[0];
-      const auto element = element_size(entry.dtype);
-      if (element > 0 && entry.bytes != bytes_of(entry.shape, element))
-        throw json::Error(entry.dtype + " of shape [" + joined(entry.shape) + "] does not take the " +
-                          std::to_string(entry.bytes) + " bytes it has");
-      if (range[1] > static_cast<int64_t>(size) - data)
-        throw json::Error("should end at byte " + std::to_string(data + range[1]) + ", and the file is cut short at " +
-                          std::to_string(size));
       header.entries.push_back(std::move(entry));
     }
   } catch (const json::Error& e) {
     fail(file, (name.empty() ? "its header: " : "tensor \"" + name + "\": ") + e.what());
   }
   return header;
+}
+
+void check_tensors(const Header& header, const fs::path& file) {
+  const auto size = static_cast<int64_t>(fs::file_size(file));
+  for (const auto& e : header.entries) {
+    const auto fail_at = [&](const std::string& why) { fail(file, "tensor \"" + e.name + "\" " + why); };
+    if (const auto element = element_size(e.dtype); element > 0 && e.bytes != bytes_of(e.shape, element))
+      fail_at("has " + std::to_string(e.bytes) + " bytes, which is not " + e.dtype + " of shape [" + joined(e.shape) +
+              "]");
+    if (e.bytes > size - e.offset)
+      fail_at("should end at byte " + std::to_string(e.offset + e.bytes) + ", and the file is cut short at " +
+              std::to_string(size));
+  }
 }
 
 }  // namespace fsdp::safetensors

@@ -41,7 +41,10 @@ int64_t element_size(std::string_view dtype);
 /// The beginning of a file with these tensors, of known dtypes; sets their offsets and bytes.
 std::string layout(std::span<Entry> entries, const Metadata& metadata);
 
-/// FormatError, naming the tensor, for anything that is not a whole safetensors file.
+/// FormatError, naming the tensor where it is one, for anything else than a header. Does not look at what follows.
 Header read_header(const std::filesystem::path& file);
+
+/// FormatError naming a tensor that has not the bytes its shape needs, or that the file does not hold whole.
+void check_tensors(const Header& header, const std::filesystem::path& file);
 
 }  // namespace fsdp::safetensors

@@ -846,7 +846,7 @@ TEST(Checkpoint, DamageIsFound) {
     for (const auto& [name, text] :
          std::vector<std::pair<std::string, std::string>>{{"short.safetensors", "it has 3 bytes"},
                                                           {"text.safetensors", "is no safetensors file"},
-                                                          {"cut.safetensors", "tensor \"weight\": should end"},
+                                                          {"cut.safetensors", "tensor \"weight\" should end"},
                                                           {"nowhere", "there is no"}})
       EXPECT_THAT(thrown<CheckpointError>([&] { load_safetensors(folder / name, *model); }), HasSubstr(text));
     EXPECT_EQ(off_by(gathered(*model)[0], 7.0), 0.0);
