@@ -16,6 +16,8 @@ constexpr const char* kUsage = R"(train_gpt: trains a byte-level GPT on text, sh
   --batch N --microbatches N --steps N       sequences per rank and microbatch, microbatches per step, steps
   --lr X --warmup N --clip X --seed N        peak learning rate (cosine schedule), steps of warm-up, gradient norm
   --sample N           bytes of text to generate at the end (default 240)
+  --save DIR --save-every N   a checkpoint DIR/step-K every N steps (default: at the end only)
+  --resume CHECKPOINT  go on from DIR/step-K, on any number of ranks and with any strategy; --steps counts from the start
   --out DIR            loss.jsonl and loss.svg (default runs)
   --formula            the run of benchmarks/peers/gpt_fsdp2.py instead; prints its JSON line. Takes --vocab --length --dim
                        --heads --layers --batch --micro --steps --warmup --dtype --clip, with that script's defaults
@@ -67,6 +69,9 @@ Options parse_options(int argc, char** argv) {
       {"dtype", [&](auto&, auto& v) { o.dtype = v; }},
       {"data", [&](auto&, auto& v) { o.data = v; }},
       {"out", [&](auto&, auto& v) { o.out = v; }},
+      {"save", [&](auto&, auto& v) { o.save = v; }},
+      {"save-every", [&](auto& n, auto& v) { o.save_every = integer(n, v); }},
+      {"resume", [&](auto&, auto& v) { o.resume = v; }},
       {"vocab", [&](auto& n, auto& v) { o.vocab = integer(n, v); }},
       {"length", [&](auto& n, auto& v) { o.length = integer(n, v); }},
       {"dim", [&](auto& n, auto& v) { o.dim = integer(n, v); }},
@@ -99,5 +104,6 @@ Options parse_options(int argc, char** argv) {
   require(o.dim > 0 && o.heads > 0 && o.dim % o.heads == 0, "--dim must be a multiple of --heads");
   require(o.layers > 0 && o.batch > 0 && o.micro > 0 && o.steps > 0 && o.length > 1 && o.vocab > 1,
           "--layers, --batch, --microbatches and --steps must be at least 1, --length and --vocab at least 2");
+  require(o.save_every == 0 || !o.save.empty(), "--save-every needs --save");
   return o;
 }

@@ -16,6 +16,9 @@ struct Options {
   int64_t sample = 240;      // bytes of text to generate at the end
   std::string data;          // file or folder
   std::string out = "runs";  // where loss.jsonl and loss.svg go
+  std::string save;          // folder for checkpoints; none without it
+  int64_t save_every = 0;    // steps; 0: at the end only
+  std::string resume;        // a checkpoint to go on from
 };
 
 /// Prints usage and exits on --help; throws std::invalid_argument naming what it does not understand.

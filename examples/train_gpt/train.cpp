@@ -95,15 +95,28 @@ void run_training(const Options& o, const std::shared_ptr<fsdp::World>& world) {
   if (sharded) shard(model, context, mesh, o.strategy, o.dtype == "bfloat16" ? torch::kBFloat16 : torch::kFloat);
   torch::optim::AdamW optimizer(fsdp::parameters(*model),
                                 torch::optim::AdamWOptions(o.lr).betas({0.9, 0.95}).weight_decay(0.1));
-  // ... and reads its own part of the data.
-  auto generator = torch::make_generator<at::CPUGeneratorImpl>(o.seed * 1000 + static_cast<uint64_t>(world->rank()));
+  int64_t first = 0;
+  if (!o.resume.empty()) {
+    const auto report = fsdp::load_checkpoint(o.resume, *model, optimizer);
+    first = std::stoll(report.notes.at("step"));
+    if (first >= o.steps) throw std::invalid_argument("--resume: the checkpoint is of step " + std::to_string(first));
+  }
+  // ... and reads its own part of the data, which depends on the step only, so that a resumed run sees the same.
+  auto generator = torch::make_generator<at::CPUGeneratorImpl>();
+  auto save = [&](int64_t step) {
+    const auto dir = std::filesystem::path(o.save) / ("step-" + std::to_string(step));
+    fsdp::save_checkpoint(dir, *model, optimizer,
+                          {.name = {}, .strict = true, .notes = {{"step", std::to_string(step)}}});
+  };
 
   if (speaks)
     std::cout << "train_gpt: " << o.layers << " layers of width " << o.dim << ", " << world->size()
               << " ranks, strategy " << o.strategy << ", " << bytes.numel() << " bytes of text" << std::endl;
   Progress progress(o.steps);
   std::vector<StepRecord> records;
-  for (int64_t step = 0; step < o.steps; ++step) {
+  for (int64_t step = first; step < o.steps; ++step) {
+    generator.set_current_seed((o.seed * 1'000'003 + static_cast<uint64_t>(step)) * 65536 +
+                               static_cast<uint64_t>(world->rank()));
     const auto start = std::chrono::steady_clock::now();
     for (auto& group : optimizer.param_groups()) group.options().set_lr(learning_rate(o, step));
     optimizer.zero_grad();
@@ -123,8 +136,10 @@ void run_training(const Options& o, const std::shared_ptr<fsdp::World>& world) {
     const auto tokens = static_cast<double>(o.batch * o.length * o.micro * world->size());
     records.push_back({step, mean_over_ranks(mesh, total), tokens / seconds, resident_bytes()});
     if (speaks) progress.update(records.back());
+    if (o.save_every > 0 && (step + 1) % o.save_every == 0 && step + 1 < o.steps) save(step + 1);
   }
   if (speaks) progress.finish();
+  if (!o.save.empty()) save(o.steps);
 
   const auto mine = persistent(model, optimizer, false), whole = persistent(model, optimizer, true);
   const auto sample = o.sample > 0 ? generate(model, o, "#include <") : "";

@@ -1,4 +1,4 @@
-# train_gpt --formula against PyTorch's FSDP2. Needs the Python whose torch is this LibTorch.
+# train_gpt --formula against PyTorch's FSDP2, and train_gpt resumed against train_gpt in one go. Needs the Python whose torch is this LibTorch.
 find_package(Python3 QUIET COMPONENTS Interpreter)
 if(TARGET train_gpt AND Python3_EXECUTABLE)
   function(fsdp_add_formula_test name)
@@ -14,4 +14,7 @@ if(TARGET train_gpt AND Python3_EXECUTABLE)
   fsdp_add_formula_test(dim256_1rank 1 256 zero3)
   fsdp_add_formula_test(dim256_2ranks 2 256 zero3)
   fsdp_add_formula_test(dim256_4ranks 4 256 zero3)
+  add_test(NAME train_gpt.resume
+           COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/resume.py $<TARGET_FILE:train_gpt>)
+  set_tests_properties(train_gpt.resume PROPERTIES LABELS processes TIMEOUT 300 RUN_SERIAL ON)
 endif()
