@@ -105,8 +105,7 @@ void run_training(const Options& o, const std::shared_ptr<fsdp::World>& world) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>();
   auto save = [&](int64_t step) {
     const auto dir = std::filesystem::path(o.save) / ("step-" + std::to_string(step));
-    fsdp::save_checkpoint(dir, *model, optimizer,
-                          {.name = {}, .strict = true, .notes = {{"step", std::to_string(step)}}});
+    fsdp::save_checkpoint(dir, *model, optimizer, {.notes = {{"step", std::to_string(step)}}});
   };
 
   if (speaks)

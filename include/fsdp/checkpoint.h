@@ -20,11 +20,11 @@ struct CheckpointOptions {
   /// The name under which a parameter or buffer is stored, from its FQN in the module. For modules in which ranks hold
   /// different tensors under one FQN (expert or tensor parallelism, pipeline stages), and for files with other names.
   /// Default: the FQN.
-  std::function<std::string(const std::string& fqn)> name;
+  std::function<std::string(const std::string& fqn)> name = {};
   /// Loading: what is missing or unexpected is an error.
   bool strict = true;
   /// Saving: the program's own notes (the step, the place in the data), kept with the checkpoint; rank 0's count.
-  std::map<std::string, std::string> notes;
+  std::map<std::string, std::string> notes = {};
 };
 
 /// The same on all ranks. What concerns the optimizer is named "optimizer/NAME".

@@ -137,55 +137,53 @@ int other_order() {
   return 0;
 }
 
-/// A checkpoint S1, then S2, of which FSDP_TEST_RANK cannot write its part: the system refuses the bytes ("write"), or
-/// ends the process there ("kill").
-int save_twice() {
-  auto world = join_world();
-  auto mesh = init_device_mesh(world, {world->size()}, {"dp"});
-  const std::filesystem::path folder = variable("FSDP_TEST_FOLDER");
-  FsdpContext ctx(mesh.device());
-  Probe model(256, 64);
-  {
+/// A job with one large weight, and the folder its checkpoints go to.
+struct SavingJob {
+  std::shared_ptr<World> world = join_world();
+  DeviceMesh mesh = init_device_mesh(world, {world->size()}, {"dp"});
+  std::filesystem::path folder = variable("FSDP_TEST_FOLDER");
+  FsdpContext ctx{mesh.device()};
+  Probe model{256, 64};
+
+  SavingJob() {
     auto scope = fully_shard_context(ctx);
     fully_shard(model, mesh, zero3("dp"));
   }
-  torch::optim::SGD optimizer(fsdp::parameters(*model), torch::optim::SGDOptions(0.5));
-  save_checkpoint(folder / "S1", *model, optimizer);
-  model->forward(1.0).backward();
+};
+
+/// A checkpoint S1, then S2, of which FSDP_TEST_RANK cannot write its part: the system refuses the bytes ("write"), or
+/// ends the process there ("kill").
+int save_twice() {
+  SavingJob job;
+  torch::optim::SGD optimizer(fsdp::parameters(*job.model), torch::optim::SGDOptions(0.5));
+  save_checkpoint(job.folder / "S1", *job.model, optimizer);
+  job.model->forward(1.0).backward();
   optimizer.step();
-  if (std::to_string(world->rank()) == variable("FSDP_TEST_RANK", "1")) {
+  if (std::to_string(job.world->rank()) == variable("FSDP_TEST_RANK", "1")) {
     if (variable("FSDP_TEST_FAULT") == "write") std::signal(SIGXFSZ, SIG_IGN);
     const rlimit limit{4096, RLIM_INFINITY};
     ::setrlimit(RLIMIT_FSIZE, &limit);
   }
-  save_checkpoint(folder / "S2", *model, optimizer);
+  save_checkpoint(job.folder / "S2", *job.model, optimizer);
   return 0;
 }
 
 /// What a new job finds in that folder.
 int load_both() {
-  auto world = join_world();
-  auto mesh = init_device_mesh(world, {world->size()}, {"dp"});
-  const std::filesystem::path folder = variable("FSDP_TEST_FOLDER");
-  FsdpContext ctx(mesh.device());
-  Probe model(256, 64);
-  {
-    auto scope = fully_shard_context(ctx);
-    fully_shard(model, mesh, zero3("dp"));
-  }
-  torch::optim::SGD optimizer(fsdp::parameters(*model), torch::optim::SGDOptions(0.25));
+  SavingJob job;
+  torch::optim::SGD optimizer(fsdp::parameters(*job.model), torch::optim::SGDOptions(0.25));
   try {
-    load_checkpoint(folder / "S2", *model, optimizer);
+    load_checkpoint(job.folder / "S2", *job.model, optimizer);
   } catch (const CheckpointError& e) {
     std::cout << "S2: " << e.what() << std::endl;
   }
-  load_checkpoint(folder / "S1", *model, optimizer);
+  load_checkpoint(job.folder / "S1", *job.model, optimizer);
   torch::NoGradGuard no_grad;
-  std::cout << "S1: " << model->forward(1.0).item<double>() << std::endl;
-  save_checkpoint(folder / "S2", *model, optimizer);
-  load_checkpoint(folder / "S2", *model, optimizer);
+  std::cout << "S1: " << job.model->forward(1.0).item<double>() << std::endl;
+  save_checkpoint(job.folder / "S2", *job.model, optimizer);
+  load_checkpoint(job.folder / "S2", *job.model, optimizer);
   std::cout << "S2 saved again" << std::endl;
-  world->barrier();
+  job.world->barrier();
   return 0;
 }
 

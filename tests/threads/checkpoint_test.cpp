@@ -430,7 +430,7 @@ TEST(Checkpoint, B49_WhatDoesNotFitIsRefused) {
     FsdpContext ctx(mesh.device());
     auto model = make(ctx, {{"a", wave({6, 4}, 7)}, {"c", wave({2}, 2)}});
     torch::optim::SGD optimizer(fsdp::parameters(*model), options);
-    const auto report = load_checkpoint(folder / "c", *model, optimizer, {.name = {}, .strict = false, .notes = {}});
+    const auto report = load_checkpoint(folder / "c", *model, optimizer, {.strict = false});
     EXPECT_THAT(report.missing, UnorderedElementsAre("c", "optimizer/c"));
     EXPECT_THAT(report.unexpected, UnorderedElementsAre("b", "optimizer/b"));
     EXPECT_TRUE(torch::equal(gathered(*model)[1], wave({2}, 2)));
@@ -564,9 +564,7 @@ TEST(Checkpoint, TiedWeightsAreStoredOnce) {
     // Different values for what is one tensor there.
     save_checkpoint(folder / "untied", *untied, of_untied);
     const auto before = gathered(*tied);
-    EXPECT_THAT(thrown<CheckpointError>([&] {
-                  load_checkpoint(folder / "untied", *tied, of_tied, {{}, false, {}});
-                }),
+    EXPECT_THAT(thrown<CheckpointError>([&] { load_checkpoint(folder / "untied", *tied, of_tied, {.strict = false}); }),
                 AllOf(HasSubstr("'in' and 'out' are one tensor"), HasSubstr("different values")));
     EXPECT_TRUE(equal(gathered(*tied), before));
     {
@@ -575,7 +573,7 @@ TEST(Checkpoint, TiedWeightsAreStoredOnce) {
       untied->out.copy_(untied->in);
     }
     save_checkpoint(folder / "equal", *untied, of_untied);
-    load_checkpoint(folder / "equal", *tied, of_tied, {{}, false, {}});
+    load_checkpoint(folder / "equal", *tied, of_tied, {.strict = false});
     EXPECT_TRUE(torch::equal(gathered(*tied)[0], wave({6, 4}, 1)));
     save_checkpoint(folder / "tied", *tied);
     {
@@ -670,7 +668,7 @@ TEST(Checkpoint, BuffersAndUnmanagedParameters) {
       of_first.zero_grad();
     }
     first->norm->running_mean.add_(static_cast<double>(mesh.rank()));  // rank 0's count
-    save_checkpoint(folder / "c", *first, of_first, {{}, true, {{"step", "3"}, {"said", "a \"quoted\"\nline"}}});
+    save_checkpoint(folder / "c", *first, of_first, {.notes = {{"step", "3"}, {"said", "a \"quoted\"\nline"}}});
     second->named_buffers()["flags"].fill_(false);
     const auto report = load_checkpoint(folder / "c", *second, of_second);
     EXPECT_EQ(report.notes.at("step"), "3");
@@ -895,7 +893,7 @@ TEST(Checkpoint, WholeModelsAsSafetensors) {
       FsdpContext ctx(mesh.device());
       auto model = std::make_shared<Odd>();
       shard_odd(*model, ctx, mesh, zero3("dp"));
-      save_safetensors(folder / "m.safetensors", *model, {{}, true, {{"format", "pt"}}});
+      save_safetensors(folder / "m.safetensors", *model, {.notes = {{"format", "pt"}}});
       const auto w = gathered(*model);
       if (mesh.rank() == 0) weights = w;
     });
@@ -914,10 +912,9 @@ TEST(Checkpoint, WholeModelsAsSafetensors) {
     EXPECT_EQ(report.notes.at("format"), "pt");
     EXPECT_TRUE(equal(gathered(*model), weights));
     // A folder of several files, into other dtypes.
-    save_safetensors(folder / "split" / "1.safetensors", *model->first,
-                     {[](auto& n) { return "first." + n; }, true, {}});
+    save_safetensors(folder / "split" / "1.safetensors", *model->first, {.name = [](auto& n) { return "first." + n; }});
     save_safetensors(folder / "split" / "2.safetensors", *model->second,
-                     {[](auto& n) { return "second." + n; }, true, {}});
+                     {.name = [](auto& n) { return "second." + n; }});
     auto doubles = std::make_shared<Odd>();
     doubles->to(torch::kDouble);
     shard_odd(*doubles, b, mesh, hsdp("outer", "inner"));
