@@ -12,8 +12,8 @@ namespace detail {
 class Group;
 }
 
-/// Parameters of one unit that share dtype and requires_grad, in one flat buffer. A read-only view for tests and
-/// tools; owned by its unit.
+/// Parameters of one unit that share dtype and requires_grad, in one flat buffer; several groups have them where that
+/// saves padding (plan_buffers). A read-only view for tests and tools; owned by its unit.
 class ParameterGroup {
  public:
   explicit ParameterGroup(const detail::Group& group) : group_(&group) {}

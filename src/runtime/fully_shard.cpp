@@ -16,6 +16,7 @@
 #include <torch/nn/modules/container/parameterdict.h>
 #include <torch/nn/modules/container/parameterlist.h>
 
+#include <fsdp/buffer_split.h>
 #include <fsdp/hooks.h>
 
 #include "runtime/ownership.h"
@@ -60,6 +61,30 @@ Placement for_buffers(const Placement& p) { return std::holds_alternative<Shard>
 std::vector<Placement> for_buffers(const std::vector<Placement>& placements) {
   std::vector<Placement> result;
   for (const auto& p : placements) result.push_back(for_buffers(p));
+  return result;
+}
+
+/// Divides each group among a few where that saves padding: each gets a buffer of its own.
+std::vector<std::vector<ParameterInfo>> divided(std::vector<std::vector<ParameterInfo>> groups,
+                                                const Placements& placements, const DeviceMesh& mesh,
+                                                ShardLayout layout) {
+  int64_t block = 0;  // nothing is cut at rows
+  for (const auto* sequence : {&placements.parameter, &placements.gradient, &placements.optimizer})
+    for (const auto& p : *sequence) {
+      if (std::holds_alternative<TensorAtomic>(p)) return groups;
+      if (const auto* blocks = std::get_if<BlockAtomic>(&p)) block = blocks->block_size;
+      if (is_sharded(p)) block = std::max<int64_t>(block, 1);
+    }
+  if (block == 0 || layout != ShardLayout::kPadded) return groups;
+  std::vector<std::vector<ParameterInfo>> result;
+  for (auto& group : groups) {
+    std::vector<Shape> shapes;
+    for (const auto& p : group) shapes.push_back(ParameterShape(p.tensor).planned);
+    for (const auto& buffer : plan_buffers(shapes, mesh.size(), {.block_size = block}).buffers) {
+      auto& part = result.emplace_back();
+      for (auto i : buffer.tensors) part.push_back(group[static_cast<size_t>(i)]);
+    }
+  }
   return result;
 }
 
@@ -158,6 +183,7 @@ FsdpModule& shard_module(torch::nn::Module& module, const DeviceMesh& mesh, cons
   check_arguments(module, mesh, precision, grad_scale, request.schedule, *context);
   auto dp_mesh = mesh.sub(placements.dp_axes);
   auto ownership = collect_ownership(module, *context, request.ignored);
+  const auto groups = divided(std::move(ownership.groups), placements, dp_mesh, request.layout);
 
   const bool one_stream = !context->policy.overlap_allgather_reduction;
   auto unit = std::make_shared<Unit>(context, module, request.schedule);
@@ -165,7 +191,7 @@ FsdpModule& shard_module(torch::nn::Module& module, const DeviceMesh& mesh, cons
   unit->root_keeps_weights = request.root_keeps_weights;
   unit->mesh = dp_mesh;
   std::string signature;
-  for (const auto& parameters : ownership.groups) {
+  for (const auto& parameters : groups) {
     GroupOptions options{.mesh = dp_mesh,
                          .parameter = for_buffers(placements.parameter),
                          .gradient = for_buffers(placements.gradient),
@@ -206,7 +232,7 @@ FsdpModule& shard_module(torch::nn::Module& module, const DeviceMesh& mesh, cons
                           Managed::Kind::kMainStorage);
     registry::add_storage(group.full_storage().unsafeGetStorageImpl(), unit, Managed::Kind::kFullStorage);
     for (size_t i = 0; i < group.handles().size(); ++i) {
-      const auto& tensor = ownership.groups[g][i].tensor;
+      const auto& tensor = groups[g][i].tensor;
       registry::add_handle(tensor.unsafeGetTensorImpl(), unit);
       auto hook = std::make_unique<GradientHook>();
       hook->unit = unit;

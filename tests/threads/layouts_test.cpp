@@ -1,6 +1,7 @@
 /// Training in every layout, on parts of a mesh, in every dtype.
 #include "support/ranks.h"
 
+#include <atomic>
 #include <map>
 
 namespace fsdp::testing {
@@ -106,6 +107,117 @@ TEST(Layouts, B33_UnpaddedStoresThePayloadAndPaddingIsReported) {
       }
     }
   });
+}
+
+// One group of one dtype, in two buffers, because its rows do not fit together: no padding, and the same training.
+TEST(Layouts, AGroupIsDividedWhereThatSavesPadding) {
+  auto make = [] {
+    auto model = std::make_shared<BlockImpl>(640, 32);
+    fill_by_formula(*model);
+    return model;
+  };
+  auto train = [](torch::nn::Module& module, const std::function<torch::Tensor(int64_t)>& loss) {
+    torch::optim::SGD optimizer(fsdp::parameters(module), torch::optim::SGDOptions(0.1).momentum(0.9));
+    std::vector<double> losses;
+    for (int64_t step = 0; step < 6; ++step) {
+      optimizer.zero_grad();
+      auto l = loss(step);
+      l.backward();
+      optimizer.step();
+      losses.push_back(l.item<double>());
+    }
+    return losses;
+  };
+  auto reference = make();
+  const auto expected = train(*reference, [&](int64_t s) {
+    return reference->forward(wave({3, 640}, static_cast<double>(s))).pow(2).mean();
+  });
+  on_mesh({5}, [&](const DeviceMesh& mesh) {
+    for (const auto& s : one_axis()) {
+      FsdpContext ctx(mesh.device());
+      auto model = std::make_shared<Hooked<BlockImpl>>(640, 32);
+      fill_by_formula(*model);
+      shard_one(*model, ctx, mesh, s.placements);
+      const auto groups = get_fsdp_module(*model)->parameter_groups();
+      int64_t stored = 0, payload = 0, tensors = 0;
+      for (const auto* group : groups) {
+        stored += group->main_weight().layout().size;
+        payload += group->main_weight().layout().payload();
+        tensors += static_cast<int64_t>(group->fqns().size());
+      }
+      EXPECT_EQ(tensors, 4);
+      EXPECT_EQ(payload, 2 * 640 * 32 + 640 + 32);
+      EXPECT_EQ(groups.size() > 1, s.name != "ddp") << s.name;
+      if (s.name != "ddp") {
+        std::vector<Shape> shapes;
+        for (const auto& p : make()->parameters()) shapes.push_back(p.sizes().vec());
+        EXPECT_LT(stored + 5 * 256, build_row_atomic_layout(shapes, 5).size);
+      }
+      const auto losses = train(*model, [&](int64_t step) {
+        return model->forward(wave({3, 640}, static_cast<double>(step))).pow(2).mean();
+      });
+      for (size_t i = 0; i < losses.size(); ++i)
+        EXPECT_NEAR(losses[i], expected[i], 1e-6 * (1 + expected[i])) << s.name;
+    }
+  });
+}
+
+/// Block-scaled fp8, by the book: blocks of 32 along one dimension, the last may be short; a power of two for each.
+std::pair<torch::Tensor, torch::Tensor> quantised(const torch::Tensor& w, int64_t along) {
+  std::vector<torch::Tensor> payloads, scales;
+  for (int64_t begin = 0; begin < w.size(along); begin += 32) {
+    const auto block = w.narrow(along, begin, std::min<int64_t>(32, w.size(along) - begin));
+    const auto scale = torch::exp2(torch::ceil(torch::log2(block.abs().amax(along, /*keepdim=*/true) / 448.0)));
+    payloads.push_back((block / scale).to(at::ScalarType::Float8_e4m3fn).view(torch::kByte));
+    scales.push_back(scale);
+  }
+  if (payloads.empty()) return {w.to(torch::kByte), w};
+  return {torch::cat(payloads, along), torch::cat(scales, along)};
+}
+
+// What MXFP8 stands on: with BlockAtomic(32) a rank quantises its own rows, and gets the bits of the whole weight,
+// payload and scales in both orientations, after every step.
+TEST(Layouts, B52_BlocksOf32RowsQuantiseAsTheWhole) {
+  struct Case {
+    int64_t rows, ranks, owners;
+  };
+  for (const auto& c : std::vector<Case>{{96, 5, 3}, {128, 4, 4}, {40, 2, 2}})
+    for (const auto layout : {ShardLayout::kPadded, ShardLayout::kUnpadded}) {
+      std::atomic<int64_t> owners = 0;
+      on_mesh({c.ranks}, [&](const DeviceMesh& mesh) {
+        Probe model(c.rows, 64);
+        fill_by_formula(*model);
+        FsdpContext ctx(mesh.device());
+        MixedPrecisionPolicy precision;
+        precision.param_dtype = torch::kBFloat16;
+        {
+          auto scope = fully_shard_context(ctx);
+          fully_shard(model, mesh, with(zero3("dp"), BlockAtomic{32}), precision, 1.0, {}, layout);
+        }
+        FullyShardOptimizer<torch::optim::SGD> optimizer(fsdp::parameters(*model), torch::optim::SGDOptions(0.01));
+        const auto* group = get_fsdp_module(*model)->parameter_groups()[0];
+        const auto rows = group->main_weight().local_rows(0);
+        EXPECT_EQ(rows.begin % 32, 0);
+        EXPECT_TRUE(rows.end % 32 == 0 || rows.end == c.rows);
+        if (rows.begin < rows.end) ++owners;
+        for (int64_t step = 0; step < 3; ++step) {
+          optimizer.zero_grad();
+          model->forward(1.0 + static_cast<double>(step)).backward();
+          optimizer.step();
+          EXPECT_EQ(model->weight.scalar_type(), torch::kFloat);
+          const auto mine = group->main_weight().local_tensor(0).clone();
+          const auto whole = gathered(*model)[0];
+          for (const int64_t along : {0, 1}) {
+            const auto [payload, scales] = quantised(mine, along);
+            const auto [whole_payload, whole_scales] = quantised(whole, along);
+            const int64_t first = along == 0 ? rows.begin / 32 : rows.begin;
+            EXPECT_TRUE(torch::equal(payload, whole_payload.slice(0, rows.begin, rows.end)));
+            EXPECT_TRUE(torch::equal(scales, whole_scales.slice(0, first, first + scales.size(0))));
+          }
+        }
+      });
+      EXPECT_EQ(owners, c.owners);
+    }
 }
 
 /// Row e of the result came from rank e of the axis; the gradient goes back the same way.

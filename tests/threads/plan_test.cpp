@@ -202,6 +202,31 @@ TEST(PlanAndRun, GradientsOnTheWire) {
     expect_as_planned({.strategy = strategy, .mesh = {2, 2}, .bf16_wire = true, .microbatches = 2});
 }
 
+// Rows of 96 and 140 elements, or of 640 and 32, divide badly together: each block gets several buffers.
+TEST(PlanAndRun, DividedGroups) {
+  struct Mesh {
+    std::string strategy;
+    std::vector<int64_t> shape;
+    int64_t width, hidden;
+  };
+  for (const auto& m : std::vector<Mesh>{{"zero1", {5}, 640, 32},
+                                         {"zero2", {5}, 640, 32},
+                                         {"zero3", {5}, 640, 32},
+                                         {"zero3", {8}, 96, 140},
+                                         {"hsdp", {2, 4}, 96, 140},
+                                         {"hfsdp", {2, 4}, 96, 140}})
+    for (const bool bf16 : {false, true}) {
+      const Case c{.strategy = m.strategy,
+                   .mesh = m.shape,
+                   .bf16 = bf16,
+                   .microbatches = 2,
+                   .width = m.width,
+                   .hidden = m.hidden};
+      EXPECT_GT(plan_of(c).units[1].groups.size(), 1u) << c.name();
+      expect_as_planned(c);
+    }
+}
+
 TEST(PlanAndRun, UnpaddedShardsOfEveryRank) {
   for (const char* strategy : {"zero1", "zero2", "zero3"})
     expect_as_planned({.strategy = strategy, .mesh = {3}, .unpadded = true});

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include <fsdp/buffer_split.h>
 #include <fsdp/error.h>
 #include <fsdp/owner_plan.h>
 
@@ -95,12 +96,28 @@ std::vector<Part> parts_of(const Unit& unit) {
   return parts;
 }
 
+bool shards_anything(const Placements& p) {
+  return std::any_of(p.optimizer.begin(), p.optimizer.end(), is_sharded) ||
+         std::any_of(p.gradient.begin(), p.gradient.end(), is_sharded) ||
+         std::any_of(p.parameter.begin(), p.parameter.end(), is_sharded);
+}
+
 UnitPlan plan_by_rows(const Unit& unit, const Options& o) {
   UnitPlan plan{unit.name, unit.count, unit.root, {}};
   const auto layout = o.layout == Options::Layout::kUnpadded ? ShardLayout::kUnpadded : ShardLayout::kPadded;
+  const bool divides = layout == ShardLayout::kPadded && shards_anything(o.placements);
   for (auto& part : parts_of(unit)) {
-    auto planned = build_row_atomic_layout(shapes_of(part.tensors), o.mesh.size(), o.block, layout);
-    plan.groups.emplace_back(o, std::move(part.tensors), !unit.frozen, std::move(planned));
+    const auto shapes = shapes_of(part.tensors);
+    if (!divides) {
+      auto planned = build_row_atomic_layout(shapes, o.mesh.size(), o.block, layout);
+      plan.groups.emplace_back(o, std::move(part.tensors), !unit.frozen, std::move(planned));
+      continue;
+    }
+    for (auto& buffer : plan_buffers(shapes, o.mesh.size(), {.block_size = o.block}).buffers) {
+      std::vector<Tensor> tensors;
+      for (auto i : buffer.tensors) tensors.push_back(part.tensors[static_cast<size_t>(i)]);
+      plan.groups.emplace_back(o, std::move(tensors), !unit.frozen, std::move(buffer.layout));
+    }
   }
   return plan;
 }

@@ -34,7 +34,7 @@ struct Options {
   bool reshard_after_forward = true;  ///< false: gathered once per microbatch, and kept until backward
 };
 
-/// Parameters of one unit that share a dtype: one flat buffer.
+/// Parameters of one unit that share a dtype, or a part of these: one flat buffer.
 struct GroupPlan {
   GroupPlan(const Options&, std::vector<Tensor> tensors, bool trainable, GlobalLayout layout);
 
