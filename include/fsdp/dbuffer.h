@@ -47,7 +47,13 @@ class DBuffer {
   /// shares its storage when nothing has to move. ValueError: a change no collective makes (Shard to Partial,
   /// Replicate to Partial(sum)).
   DBuffer redistribute(std::vector<Placement> placements) const;
-  /// As redistribute, into `out`; ValueError naming the field if mesh, layout, dtype or device differ.
+  /// The same tensors in another layout (padded, unpadded, by owners), under other placements, on this or another mesh
+  /// of the same ranks: one all-to-all in which every row is sent once to each rank that lacks it. Collective over the
+  /// ranks of this mesh. ValueError: other ranks, another device, tensors of other shapes, or partial sums on either
+  /// side (reduce them first, with the function above).
+  DBuffer redistribute(DeviceMesh mesh, std::vector<Placement> placements,
+                       std::shared_ptr<const GlobalLayout> layout) const;
+  /// As redistribute(placements), into `out`; ValueError naming the field if mesh, layout, dtype or device differ.
   void redistribute_into(DBuffer& out) const;
   /// Same values in another dtype; the same buffer when it already has it.
   DBuffer cast(at::ScalarType dtype) const;

@@ -1,12 +1,17 @@
 #include <fsdp/dbuffer.h>
 
+#include <algorithm>
+#include <numeric>
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include "layout/exchange_plan.h"
 #include "runtime/transition.h"
 
 namespace fsdp {
@@ -56,6 +61,22 @@ void expect_compatible(const DBuffer& source, const DBuffer& out, bool same_dtyp
     expect_equal("placements", to_string(std::span(source.placements())), to_string(std::span(out.placements())));
   if (same_dtype) expect_equal<std::string>("dtype", c10::toString(source.dtype()), c10::toString(out.dtype()));
   expect_equal("device", source.local_buffer().device().str(), out.local_buffer().device().str());
+}
+
+void expect_same_tensors(const GlobalLayout& a, const GlobalLayout& b) {
+  if (a.num_tensors() != b.num_tensors())
+    throw ValueError(
+        fmt::format("redistribute: expected a layout of {} tensors, got one of {}", a.num_tensors(), b.num_tensors()));
+  for (size_t i = 0; i < a.tensor_shapes.size(); ++i)
+    if (a.tensor_shapes[i] != b.tensor_shapes[i])
+      throw ValueError(fmt::format("redistribute: tensor {} has shape [{}] here and [{}] in the layout given", i,
+                                   fmt::join(a.tensor_shapes[i], ", "), fmt::join(b.tensor_shapes[i], ", ")));
+}
+
+void refuse_partial(const std::vector<Placement>& placements) {
+  if (std::any_of(placements.begin(), placements.end(), is_partial))
+    throw ValueError(fmt::format("redistribute: partial sums ({}) do not travel to another layout; reduce them first",
+                                 to_string(std::span(placements))));
 }
 
 }  // namespace
@@ -139,6 +160,35 @@ DBuffer DBuffer::redistribute(std::vector<Placement> placements) const {
   run.start();
   run.finish();
   return DBuffer(Wrapped{}, run.result(), mesh_, std::move(placements), layout_, range);
+}
+
+DBuffer DBuffer::redistribute(DeviceMesh mesh, std::vector<Placement> placements,
+                              std::shared_ptr<const GlobalLayout> layout) const {
+  if (!layout) throw ValueError("redistribute: the layout is null");
+  const auto members = mesh_.world_ranks(), others = mesh.world_ranks();
+  expect_same_tensors(*layout_, *layout);
+  expect_equal("device", local_.device().str(), mesh.device().str());
+  if (&mesh.world() != &mesh_.world() ||
+      !std::is_permutation(members.begin(), members.end(), others.begin(), others.end()))
+    throw ValueError(fmt::format("redistribute: expected a mesh of ranks {}, as this buffer's, got ranks {}",
+                                 fmt::join(members, ", "), fmt::join(others, ", ")));
+  DBuffer result(std::move(mesh), std::move(placements), std::move(layout), dtype());
+  refuse_partial(placements_);
+  refuse_partial(result.placements_);
+  // The exchange numbers the ranks as this mesh does.
+  std::vector<int64_t> own(members.size()), theirs;
+  std::iota(own.begin(), own.end(), 0);
+  for (auto rank : others) theirs.push_back(std::find(members.begin(), members.end(), rank) - members.begin());
+  const auto plan =
+      detail::plan_exchange({layout_.get(), mesh_.shape(), placements_, own},
+                            {result.layout_.get(), result.mesh_.shape(), result.placements_, theirs}, mesh_.rank());
+  c10::NoGradGuard no_grad;
+  auto sent = at::empty({plan.sent()}, local_.options()), received = at::empty({plan.received()}, local_.options());
+  for (const auto& c : plan.sends) sent.narrow(0, c.packed, c.elements).copy_(local_.narrow(0, c.local, c.elements));
+  mesh_.communicator_all().all_to_all(received, sent, plan.receive_counts, plan.send_counts).wait();
+  for (const auto& c : plan.receives)
+    result.local_.narrow(0, c.local, c.elements).copy_(received.narrow(0, c.packed, c.elements));
+  return result;
 }
 
 void DBuffer::redistribute_into(DBuffer& out) const {

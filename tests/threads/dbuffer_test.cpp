@@ -225,6 +225,64 @@ TEST(DBufferTest, Redistribute) {
   });
 }
 
+// From any layout, mesh and placements to any other, in one collective.
+TEST(DBufferTest, RedistributesBetweenLayoutsAndMeshes) {
+  for (const int64_t ranks : {2, 4, 8})
+    on_mesh({ranks}, [&](const DeviceMesh& mesh) {
+      auto grid = init_device_mesh(mesh.world().shared_from_this(), {2, ranks / 2}, {"outer", "inner"});
+      std::vector<Shape> shapes;
+      for (const auto& t : mix()) shapes.push_back(t.sizes().vec());
+      const std::vector<int64_t> owners{0, ranks - 1, 0};
+      auto shared = [](GlobalLayout layout) { return std::make_shared<const GlobalLayout>(std::move(layout)); };
+      const auto padded = shared(build_row_atomic_layout(shapes, ranks));
+      const auto unpadded = shared(build_row_atomic_layout(shapes, ranks, 1, ShardLayout::kUnpadded));
+      const auto owned = shared(build_tensor_atomic_layout(shapes, owners, ranks));
+      struct Side {
+        std::string name;
+        DeviceMesh mesh;
+        std::vector<Placement> placements;
+        std::shared_ptr<const GlobalLayout> layout;
+      };
+      const std::vector<Side> sides{
+          {"padded", mesh, {kS}, padded}, {"unpadded", mesh, {kS}, unpadded}, {"owners", mesh, {TensorAtomic{}}, owned},
+          {"whole", mesh, {kR}, padded},  {"hsdp", grid, {kR, kS}, unpadded}, {"hfsdp", grid, {kS, kS}, padded}};
+      for (const auto& from : sides) {
+        DBuffer source(from.mesh, from.placements, from.layout, torch::kDouble);
+        for (int64_t i = 0; i < 3; ++i) {
+          const auto rows = source.local_rows(i);
+          source.local_tensor(i).copy_(mix()[static_cast<size_t>(i)].slice(0, rows.begin, rows.end));
+        }
+        const auto before = source.local_buffer().clone();
+        for (const auto& to : sides) {
+          CollectiveLog log(mesh.world());
+          const auto result = source.redistribute(to.mesh, to.placements, to.layout);
+          std::vector<torch::Tensor> doubles;
+          for (const auto& t : mix()) doubles.push_back(t.to(torch::kDouble));
+          expect_values(result, doubles, from.name + " to " + to.name);
+          EXPECT_EQ(result.placements(), to.placements);
+          ASSERT_EQ(log.records().size(), 1u);
+          EXPECT_EQ(log.records()[0].operation, "all_to_all");
+          EXPECT_TRUE(torch::equal(source.local_buffer(), before));
+        }
+      }
+      DBuffer source(mesh, {kS}, padded, torch::kFloat);
+      EXPECT_THAT(thrown<ValueError>([&] { source.redistribute(mesh, {Partial{}}, padded); }), HasSubstr("partial"));
+      EXPECT_THAT(thrown<ValueError>([&] { source.redistribute(mesh, {kS}, nullptr); }), HasSubstr("null"));
+      const auto fewer = shared(build_row_atomic_layout(std::vector<Shape>{{7, 3}}, ranks));
+      EXPECT_THAT(thrown<ValueError>([&] { source.redistribute(mesh, {kS}, fewer); }),
+                  HasSubstr("3 tensors, got one of 1"));
+      auto other_shapes = shapes;
+      other_shapes[1] = {5, 2};
+      const auto other = shared(build_row_atomic_layout(other_shapes, ranks));
+      EXPECT_THAT(thrown<ValueError>([&] { source.redistribute(mesh, {kS}, other); }),
+                  HasSubstr("tensor 1 has shape [2, 5] here and [5, 2]"));
+      const std::vector<MeshAxis> inner{"inner"};
+      const auto small = shared(build_row_atomic_layout(shapes, ranks / 2));
+      EXPECT_THAT(thrown<ValueError>([&] { source.redistribute(grid.sub(inner), {kS}, small); }),
+                  HasSubstr("expected a mesh of ranks"));
+    });
+}
+
 TEST(DBufferTest, Refusals) {  // DBF-21, DBF-29 to DBF-31, DBF-34, DBF-36
   on_mesh({2, 2}, [](const DeviceMesh& mesh) {
     const std::vector<Shape> shapes{{4, 4}};
