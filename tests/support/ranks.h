@@ -49,10 +49,26 @@ inline std::vector<NamedPlacements> two_axes() {
   return {{"hsdp", hsdp("outer", "inner")}, {"hfsdp", hfsdp("outer", "inner")}};
 }
 
+/// The same, sharded by rows, blocks or whole tensors.
+inline Placements with_kind(Placements p, const Placement& kind) {
+  for (auto* sequence : {&p.parameter, &p.gradient, &p.optimizer})
+    for (auto& one : *sequence)
+      if (is_sharded(one)) one = kind;
+  return p;
+}
+/// Owners for TensorAtomic: all ranks but the last, in turn.
+inline OwnerMap owners_in_turn(torch::nn::Module& module, int64_t ranks) {
+  OwnerMap owners;
+  int64_t next = 0;
+  for (auto& p : fsdp::parameters(module)) owners[p.unsafeGetTensorImpl()] = next++ % std::max<int64_t>(1, ranks - 1);
+  return owners;
+}
+
 inline void shard_one(torch::nn::Module& module, FsdpContext& ctx, const DeviceMesh& mesh, const Placements& placements,
-                      MixedPrecisionPolicy precision = {}, double grad_scale = 1.0, SchedulePolicy schedule = {}) {
+                      MixedPrecisionPolicy precision = {}, double grad_scale = 1.0, SchedulePolicy schedule = {},
+                      ShardLayout layout = ShardLayout::kPadded) {
   auto scope = fully_shard_context(ctx);
-  fully_shard(module, mesh, placements, precision, grad_scale, schedule);
+  fully_shard(module, mesh, placements, precision, grad_scale, schedule, layout);
 }
 
 /// Largest distance of a tensor's elements from `expected`; 0 for an empty one.

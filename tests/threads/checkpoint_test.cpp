@@ -101,13 +101,6 @@ bool equal(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>
   return true;
 }
 
-Placements with_kind(Placements p, const Placement& kind) {
-  for (auto* sequence : {&p.parameter, &p.gradient, &p.optimizer})
-    for (auto& one : *sequence)
-      if (is_sharded(one)) one = kind;
-  return p;
-}
-
 struct Target {
   std::vector<int64_t> shape;
   Placements placements;

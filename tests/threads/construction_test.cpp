@@ -270,12 +270,16 @@ TEST(FullyShard, DetectsWhatHappensBehindItsBack) {  // FSH-15, FSH-27, FSH-28
 
 TEST(FullyShard, RanksThatDifferAreTold) {  // B13 (b), B29 (a)
   on_mesh({3}, [](const DeviceMesh& mesh) {
-    FsdpContext ctx(mesh.device());
-    torch::nn::Linear shape(4, mesh.rank() == 2 ? 5 : 4);
-    fill_by_formula(*shape);
-    auto text = thrown<StateError>([&] { shard_one(*shape, ctx, mesh, zero3("dp")); });
-    EXPECT_THAT(text, HasSubstr("'weight' [4, 4]"));
-    EXPECT_THAT(text, HasSubstr("rank 2 has   parameter 'weight' [5, 4]"));
+    const auto owners = with_kind(zero3("dp"), TensorAtomic{});
+    for (const auto layout : {ShardLayout::kPadded, ShardLayout::kUnpadded})
+      for (const auto& placements : {zero3("dp"), owners}) {
+        torch::nn::Linear shape(4, mesh.rank() == 2 ? 5 : 4);
+        fill_by_formula(*shape);
+        FsdpContext ctx(mesh.device(), {}, owners_in_turn(*shape, mesh.size()));
+        auto text = thrown<StateError>([&] { shard_one(*shape, ctx, mesh, placements, {}, 1.0, {}, layout); });
+        EXPECT_THAT(text, HasSubstr("'weight' [4, 4]"));
+        EXPECT_THAT(text, HasSubstr("rank 2 has   parameter 'weight' [5, 4]"));
+      }
     FsdpContext other(mesh.device());
     torch::nn::Linear values(4, 4);
     {

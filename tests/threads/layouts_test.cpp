@@ -11,13 +11,6 @@ using ::testing::HasSubstr;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-Placements with(Placements placements, const Placement& sharded) {
-  for (auto* list : {&placements.parameter, &placements.gradient, &placements.optimizer})
-    for (auto& p : *list)
-      if (is_sharded(p)) p = sharded;
-  return placements;
-}
-
 /// Module::to() does not go there.
 void move_to_meta(torch::nn::Module& module) {
   for (auto& p : module.parameters())
@@ -62,7 +55,7 @@ TEST(Layouts, B20_B33_TrainTheSame) {
               for (auto& p : model->parameters())
                 owners[p.unsafeGetTensorImpl()] = next++ % std::max<int64_t>(1, mesh.size() - 1);
             FsdpContext ctx(mesh.device(), {}, owners);
-            shard_mlp(*model, ctx, mesh, with(s.placements, layout.kind), {}, 1.0, {}, layout.layout);
+            shard_mlp(*model, ctx, mesh, with_kind(s.placements, layout.kind), {}, 1.0, {}, layout.layout);
             auto optimizer = make(fsdp::parameters(*model));
             fsdp::testing::Run run;
             for (int64_t step = 0; step < 6; ++step) {
@@ -192,7 +185,7 @@ TEST(Layouts, B52_BlocksOf32RowsQuantiseAsTheWhole) {
         precision.param_dtype = torch::kBFloat16;
         {
           auto scope = fully_shard_context(ctx);
-          fully_shard(model, mesh, with(zero3("dp"), BlockAtomic{32}), precision, 1.0, {}, layout);
+          fully_shard(model, mesh, with_kind(zero3("dp"), BlockAtomic{32}), precision, 1.0, {}, layout);
         }
         FullyShardOptimizer<torch::optim::SGD> optimizer(fsdp::parameters(*model), torch::optim::SGDOptions(0.01));
         const auto* group = get_fsdp_module(*model)->parameter_groups()[0];

@@ -46,10 +46,14 @@ void expect_parity(const std::vector<std::vector<int64_t>>& meshes, const std::f
     std::vector<torch::Tensor> weights;
     for (auto& p : fsdp::parameters(*reference)) weights.push_back(p.detach().clone());
     on_mesh(shape, [&](const DeviceMesh& mesh) {
-      for (const auto& s : mesh.ndim() == 1 ? one_axis() : two_axes()) {
-        FsdpContext ctx(mesh.device());
+      auto strategies = mesh.ndim() == 1 ? one_axis() : two_axes();
+      if (mesh.ndim() == 1)
+        for (const auto& s : one_axis())  // and whole tensors on their owners
+          if (s.name != "ddp") strategies.push_back({s.name + " by owners", with_kind(s.placements, TensorAtomic{})});
+      for (const auto& s : strategies) {
         auto model = make();
         fill_by_formula(*model);
+        FsdpContext ctx(mesh.device(), {}, owners_in_turn(*model, mesh.size()));
         shard(model, ctx, mesh, s.placements);
         torch::optim::SGD optimizer(fsdp::parameters(*model), torch::optim::SGDOptions(0.1));
         for (int64_t step = 0; step < 6; ++step) {
@@ -110,24 +114,26 @@ torch::Tensor tied_loss(Tied& m, int64_t s, int64_t r) {
 // faults B01, behaviours TIE-01, TIE-02: inside a unit, and across units.
 TEST(Units, B01_TiedWeights) {
   const std::vector<std::vector<int64_t>> meshes{{1}, {2}, {3}, {4}};
-  expect_parity<Tied>(
-      meshes, [] { return Tied(); },
-      [](Tied& m, FsdpContext& ctx, const DeviceMesh& mesh, const Placements& p) {
-        shard_one(*m, ctx, mesh, p);
-        EXPECT_EQ(fsdp::parameters(*m).size(), 1u);
-        const auto* group = get_fsdp_module(*m)->parameter_groups()[0];
-        EXPECT_THAT(group->aliases(0), ::testing::ElementsAre("table.weight", "head.weight"));
-      },
-      tied_loss);
-  expect_parity<Tied>(
-      meshes, [] { return Tied(); },
-      [](Tied& m, FsdpContext& ctx, const DeviceMesh& mesh, const Placements& p) {
-        auto scope = fully_shard_context(ctx);
-        fully_shard(m->table, mesh, p);
-        fully_shard(m, mesh, p);
-        EXPECT_TRUE(m->head->weight.is_same(m->table->weight));
-      },
-      tied_loss);
+  for (const auto layout : {ShardLayout::kPadded, ShardLayout::kUnpadded}) {
+    expect_parity<Tied>(
+        meshes, [] { return Tied(); },
+        [layout](Tied& m, FsdpContext& ctx, const DeviceMesh& mesh, const Placements& p) {
+          shard_one(*m, ctx, mesh, p, {}, 1.0, {}, layout);
+          EXPECT_EQ(fsdp::parameters(*m).size(), 1u);
+          const auto* group = get_fsdp_module(*m)->parameter_groups()[0];
+          EXPECT_THAT(group->aliases(0), ::testing::ElementsAre("table.weight", "head.weight"));
+        },
+        tied_loss);
+    expect_parity<Tied>(
+        meshes, [] { return Tied(); },
+        [layout](Tied& m, FsdpContext& ctx, const DeviceMesh& mesh, const Placements& p) {
+          auto scope = fully_shard_context(ctx);
+          fully_shard(m->table, mesh, p, {}, 1.0, {}, layout);
+          fully_shard(m, mesh, p, {}, 1.0, {}, layout);
+          EXPECT_TRUE(m->head->weight.is_same(m->table->weight));
+        },
+        tied_loss);
+  }
 }
 
 struct AdapterImpl : torch::nn::Module {
@@ -400,10 +406,13 @@ FSDP_MODULE(Odd);
 
 // faults B40: 0-dim, transposed, empty and channels-last weights.
 TEST(Units, B40_OddParameters) {
-  expect_parity<Odd>(
-      {{1}, {2}, {3}}, [] { return Odd(); },
-      [](Odd& m, FsdpContext& ctx, const DeviceMesh& mesh, const Placements& p) { shard_one(*m, ctx, mesh, p); },
-      [](Odd& m, int64_t s, int64_t r) { return m(x_of(s, r) * 0.1) * 0.1; }, 1e-5);
+  for (const auto layout : {ShardLayout::kPadded, ShardLayout::kUnpadded})
+    expect_parity<Odd>(
+        {{1}, {2}, {3}}, [] { return Odd(); },
+        [layout](Odd& m, FsdpContext& ctx, const DeviceMesh& mesh, const Placements& p) {
+          shard_one(*m, ctx, mesh, p, {}, 1.0, {}, layout);
+        },
+        [](Odd& m, int64_t s, int64_t r) { return m(x_of(s, r) * 0.1) * 0.1; }, 1e-5);
 }
 
 struct ThrowsImpl : Layer {
