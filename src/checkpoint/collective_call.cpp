@@ -54,9 +54,16 @@ void CollectiveCall::agree(const std::exception_ptr& error) {
   const auto all = world_ ? exchange_texts(world_->control(), mine, name_) : std::vector<std::string>{mine};
   const auto failed = std::find_if(all.begin(), all.end(), [](const auto& text) { return !text.empty(); });
   if (failed == all.end()) return;
-  const bool everywhere = std::all_of(all.begin(), all.end(), [&](const auto& text) { return text == *failed; });
-  const auto where = everywhere ? std::string() : fmt::format("rank {}: ", failed - all.begin());
-  raise(static_cast<Kind>(failed->front()), fmt::format("{}: {}{}", name_, where, failed->substr(1)));
+  const auto kind = static_cast<Kind>(failed->front());
+  if (std::all_of(all.begin(), all.end(), [&](const auto& text) { return text == *failed; }))
+    raise(kind, fmt::format("{}: {}", name_, failed->substr(1)));
+  // Each text once, with the first rank that met it.
+  std::vector<std::string> texts;
+  constexpr size_t kMost = 8;
+  for (auto it = failed; it != all.end() && texts.size() < kMost; ++it)
+    if (!it->empty() && std::find(all.begin(), it, *it) == it)
+      texts.push_back(fmt::format("rank {}: {}", it - all.begin(), it->substr(1)));
+  raise(kind, fmt::format("{}: {}", name_, fmt::join(texts, "\n")));
 }
 
 std::vector<std::vector<std::string>> CollectiveCall::exchange(const std::vector<std::string>& mine) {

@@ -17,6 +17,9 @@ constexpr std::pair<std::string_view, at::ScalarType> kNames[] = {{"F64", at::kD
                                                                   {"I32", at::kInt},
                                                                   {"I16", at::kShort},
                                                                   {"I8", at::kChar},
+                                                                  {"U64", at::kUInt64},
+                                                                  {"U32", at::kUInt32},
+                                                                  {"U16", at::kUInt16},
                                                                   {"U8", at::kByte},
                                                                   {"BOOL", at::kBool},
                                                                   {"C64", at::kComplexFloat},
@@ -25,16 +28,16 @@ constexpr std::pair<std::string_view, at::ScalarType> kNames[] = {{"F64", at::kD
 
 }  // namespace
 
-std::string dtype_name(at::ScalarType dtype) {
+std::string dtype_name(at::ScalarType dtype, std::string_view tensor) {
   for (const auto& [name, type] : kNames)
     if (type == dtype) return std::string(name);
-  throw CheckpointError(fmt::format("tensors of dtype {} cannot be stored", c10::toString(dtype)));
+  throw CheckpointError(fmt::format("'{}' has dtype {}, which cannot be stored", tensor, c10::toString(dtype)));
 }
 
-at::ScalarType dtype_named(std::string_view name, std::string_view where) {
+at::ScalarType dtype_named(std::string_view name) {
   for (const auto& [known, type] : kNames)
     if (name == known) return type;
-  throw CheckpointError(fmt::format("{}: dtype {} is not supported", where, name));
+  return at::ScalarType::Undefined;
 }
 
 }  // namespace fsdp::detail

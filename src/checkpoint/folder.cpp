@@ -1,5 +1,7 @@
 #include "checkpoint/folder.h"
 
+#include <random>
+
 #include <fmt/format.h>
 
 #include <fsdp/error.h>
@@ -13,6 +15,12 @@ constexpr const char* kManifest = "manifest.json";
 constexpr const char* kStarted = "started.json";  // how many ranks write
 
 std::string part_file(int64_t rank) { return fmt::format("rank-{:05}.json", rank); }
+
+/// No two saves have the same.
+std::string fresh_id() {
+  std::random_device random;
+  return fmt::format("{:08x}{:08x}{:08x}", random(), random(), random());
+}
 
 Manifest read(const fs::path& path) { return Manifest::from_json(read_text(path), path.string()); }
 
@@ -30,9 +38,12 @@ std::string CheckpointFolder::data_file(int64_t rank) { return fmt::format("rank
 void CheckpointFolder::begin(int64_t world_size) const {
   if (fs::exists(dir_))
     throw CheckpointError(fmt::format("{} exists; choose another name, or remove it first", dir_.string()));
-  fs::remove_all(incomplete_);
+  // Not remove_all(): a program that links libtorch.so gets that library's copy of it, which jumps to nowhere.
+  if (fs::exists(incomplete_))
+    for (const auto& entry : fs::directory_iterator(incomplete_)) fs::remove(entry.path());
   fs::create_directories(incomplete_);
   Manifest started;
+  started.id = fresh_id();
   started.world_size = world_size;
   write_text(incomplete_ / kStarted, started.to_json());
 }
@@ -47,15 +58,18 @@ void CheckpointFolder::write_manifest(const Manifest& manifest) const {
   write_text(incomplete_ / kManifest, manifest.to_json());
 }
 
+std::string CheckpointFolder::id() const { return read(incomplete_ / kStarted).id; }
+
 Manifest CheckpointFolder::read_written_manifest() const { return read(incomplete_ / kManifest); }
 
 void CheckpointFolder::publish(int64_t world_size) const {
-  for (int64_t rank = 0; rank < world_size; ++rank) fs::remove(incomplete_ / part_file(rank));
-  fs::remove(incomplete_ / kStarted);
   sync_folder(incomplete_);
   fs::rename(incomplete_, dir_);
   const auto parent = dir_.parent_path();
   sync_folder(parent.empty() ? "." : parent);
+  // The parts are in the manifest; left behind, they would do no harm.
+  for (int64_t rank = 0; rank < world_size; ++rank) fs::remove(dir_ / part_file(rank));
+  fs::remove(dir_ / kStarted);
 }
 
 std::string CheckpointFolder::missing_part() const {
@@ -78,7 +92,7 @@ Manifest CheckpointFolder::open() const {
     throw CheckpointError(
         fmt::format("{} has no {}: not a checkpoint, or copied only in part", dir_.string(), kManifest));
   auto manifest = read(dir_ / kManifest);
-  manifest.check_complete();
+  manifest.check_pieces((dir_ / kManifest).string());
   return manifest;
 }
 

@@ -19,6 +19,8 @@ class CheckpointFolder {
   void begin(int64_t world_size) const;
   /// Name of the file for a rank's tensors.
   static std::string data_file(int64_t rank);
+  /// What tells this save from all others; rank 0 has chosen it in begin().
+  std::string id() const;
   /// After the rank's data is on the disk.
   void write_part(int64_t rank, const Manifest& part) const;
   Manifest read_part(int64_t rank) const;

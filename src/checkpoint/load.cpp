@@ -9,7 +9,7 @@ namespace {
 
 CheckpointReport load(const std::filesystem::path& dir, torch::nn::Module& module, torch::optim::Optimizer* optimizer,
                       const CheckpointOptions& options) {
-  detail::CollectiveCall call(detail::world_of(module), "load_checkpoint");
+  detail::CollectiveCall call(detail::begin_collective(module, options.world), "load_checkpoint");
   detail::Stored stored;
   call.step([&] {
     const detail::CheckpointFolder folder(dir);

@@ -19,27 +19,29 @@ namespace {
 constexpr const char* kFormat = "fsdp-checkpoint";
 constexpr int64_t kVersion = 1;
 
-/// A JSON object from a map; `text` writes a value.
+/// A JSON object from a map; `text` writes a value, given its key.
 template <class Map, class Text>
 std::string object(const Map& map, Text&& text, const char* separator = ",") {
   std::string s = "{";
   for (const auto& [key, value] : map)
-    s += fmt::format("{}{}:{}", s.size() == 1 ? "" : separator, json::quoted(key), text(value));
+    s += fmt::format("{}{}:{}", s.size() == 1 ? "" : separator, json::quoted(key), text(key, value));
   return s + "}";
 }
 
-std::string tensor_text(const StoredTensor& t) {
+std::string tensor_text(const std::string& name, const StoredTensor& t) {
   std::string pieces;
   for (const auto& p : t.pieces)
     pieces += fmt::format("{}[{},{},{},{}]", pieces.empty() ? "" : ",", json::quoted(p.file), p.rows.begin, p.rows.end,
                           p.offset);
-  return fmt::format(R"({{"dtype":"{}","shape":[{}],"pieces":[{}]}})", dtype_name(t.dtype), fmt::join(t.shape, ","),
-                     pieces);
+  return fmt::format(R"({{"dtype":"{}","shape":[{}],"pieces":[{}]}})", dtype_name(t.dtype, name),
+                     fmt::join(t.shape, ","), pieces);
 }
 
 StoredTensor tensor_from(const json::Value& v) {
   StoredTensor t;
-  t.dtype = dtype_named(v.at("dtype").as_string(), "a tensor");
+  t.dtype = dtype_named(v.at("dtype").as_string());
+  if (t.dtype == at::ScalarType::Undefined)
+    throw json::Error(fmt::format("dtype {} is not known", v.at("dtype").as_string()));
   t.shape = v.at("shape").as_ints();
   for (const auto& item : v.at("pieces").as_array()) {
     const auto& p = item.as_array();
@@ -49,7 +51,8 @@ StoredTensor tensor_from(const json::Value& v) {
   return t;
 }
 
-std::string value_text(const c10::IValue& v) { return to_json(v); }
+std::string value_text(const std::string&, const c10::IValue& v) { return to_json(v); }
+std::string quoted_text(const std::string&, const std::string& text) { return json::quoted(text); }
 
 void merge(std::map<std::string, StoredTensor>& into, const std::string& name, const StoredTensor& part,
            const std::string& what, const std::string& whose) {
@@ -87,7 +90,41 @@ void Manifest::add(const Manifest& part, const std::string& whose) {
   }
 }
 
+void Manifest::check_names() const {
+  for (const auto& [alias, name] : aliases)
+    if (tensors.contains(alias))
+      throw CheckpointError(fmt::format(
+          "'{}' is another name of '{}' on one rank, and a tensor of its own on another; tie it on all or on none",
+          alias, name));
+}
+
+void Manifest::check_pieces(const std::string& where) {
+  auto check = [&](StoredTensor& t, const std::string& what) {
+    const auto fail = [&](const std::string& why) {
+      throw CheckpointError(fmt::format("{} is damaged: {} {}", where, what, why));
+    };
+    if (!t.has_size()) fail(fmt::format("has no possible shape ({})", t.describe()));
+    for (const auto& piece : t.pieces) {
+      const auto file = files.find(piece.file);
+      if (file == files.end()) fail(fmt::format("is in a file that the checkpoint has not ('{}')", piece.file));
+      const auto& r = piece.rows;
+      if (r.begin < 0 || r.end <= r.begin || r.end > t.rows() || piece.offset < 0 ||
+          (r.end - r.begin) * t.row_bytes() > file->second - piece.offset)
+        fail(fmt::format("has no rows [{}, {}) at byte {} of '{}'", r.begin, r.end, piece.offset, piece.file));
+    }
+    if (const auto row = t.uncovered_row(); row >= 0) fail(fmt::format("has row {} not exactly once", row));
+  };
+  if (world_size < 1) throw CheckpointError(fmt::format("{} is damaged: it is of {} ranks", where, world_size));
+  for (const auto& [name, size] : files)
+    if (name.empty() || name.find('/') != std::string::npos || size < 0)
+      throw CheckpointError(fmt::format("{} is damaged: '{}' is no file of {} bytes", where, name, size));
+  for (auto& [name, t] : tensors) check(t, fmt::format("'{}'", name));
+  for (auto& [name, p] : optimizer)
+    for (auto& [key, t] : p.rows) check(t, fmt::format("the optimizer's '{}' of '{}'", key, name));
+}
+
 void Manifest::check_complete() {
+  check_names();
   auto check = [](StoredTensor& t, const std::string& what) {
     if (const auto row = t.uncovered_row(); row >= 0)
       throw CheckpointError(
@@ -113,7 +150,7 @@ std::string Manifest::to_json() const {
   std::vector<std::string> options;
   const auto parameters = object(
       optimizer,
-      [&](const Parameter& p) {
+      [&](const std::string&, const Parameter& p) {
         const auto mine = object(p.options, value_text);
         auto it = std::find(options.begin(), options.end(), mine);
         if (it == options.end()) it = options.insert(options.end(), mine);
@@ -124,12 +161,11 @@ std::string Manifest::to_json() const {
       },
       ",\n");
   return fmt::format(
-      "{{\"format\":\"{}\",\"version\":{},\"world_size\":{},\n\"notes\":{},\n\"files\":{},\n"
+      "{{\"format\":\"{}\",\"version\":{},\"id\":{},\"world_size\":{},\n\"notes\":{},\n\"files\":{},\n"
       "\"aliases\":{},\n\"tensors\":{},\n\"options\":[{}],\n\"optimizer\":{}}}\n",
-      kFormat, kVersion, world_size, object(notes, [](const auto& v) { return json::quoted(v); }),
-      object(files, [](int64_t n) { return std::to_string(n); }),
-      object(aliases, [](const auto& v) { return json::quoted(v); }), object(tensors, tensor_text, ",\n"),
-      fmt::join(options, ",\n"), parameters);
+      kFormat, kVersion, json::quoted(id), world_size, object(notes, quoted_text),
+      object(files, [](const auto&, int64_t n) { return std::to_string(n); }), object(aliases, quoted_text),
+      object(tensors, tensor_text, ",\n"), fmt::join(options, ",\n"), parameters);
 }
 
 Manifest Manifest::from_json(std::string_view text, const std::string& where) {
@@ -139,6 +175,7 @@ Manifest Manifest::from_json(std::string_view text, const std::string& where) {
     if (const auto version = document.at("version").as_int(); version != kVersion)
       throw json::Error(fmt::format("version {}, and this library reads version {}", version, kVersion));
     Manifest m;
+    m.id = document.at("id").as_string();
     m.world_size = document.at("world_size").as_int();
     for (const auto& [k, v] : document.at("notes").as_object()) m.notes[k] = v.as_string();
     for (const auto& [k, v] : document.at("files").as_object()) m.files[k] = v.as_int();

@@ -19,6 +19,7 @@ struct Manifest {
     bool has_state = false;
   };
 
+  std::string id;  // of the save; also in each file, so that files of different saves do not mix
   int64_t world_size = 0;
   std::map<std::string, std::string> notes;
   std::map<std::string, StoredTensor> tensors;  // of the module
@@ -28,8 +29,11 @@ struct Manifest {
 
   /// Adds another rank's part. CheckpointError naming what the ranks do not agree on.
   void add(const Manifest& part, const std::string& whose);
-  /// CheckpointError naming a tensor of which a row is missing.
+  /// CheckpointError naming a tensor of which a row is missing, or a name that is one tensor here and another there.
   void check_complete();
+  void check_names() const;
+  /// CheckpointError, with `where`, unless every row of every tensor has its place in one of the files.
+  void check_pieces(const std::string& where);
   /// The tensor stored under a name; null if there is none.
   const StoredTensor* find(const std::string& name) const;
   /// The name it is stored under.

@@ -9,6 +9,7 @@
 #include "checkpoint/file.h"
 #include "checkpoint/module_state.h"
 #include "checkpoint/restore.h"
+#include "checkpoint/writers.h"
 #include "safetensors/header.h"
 
 namespace fsdp {
@@ -24,12 +25,15 @@ Manifest whole_model(const ModuleState& state, CollectiveCall& call) {
     mine.tensors[e.name] = {e.shape, e.tensor.scalar_type(), {}};
     for (const auto& alias : e.aliases) mine.aliases[alias] = e.name;
   }
-  const auto lists = call.exchange({mine.to_json()});
+  std::string text;
+  call.step([&] { text = mine.to_json(); });
+  const auto lists = call.exchange({text});
   Manifest whole;
   call.step([&] {
     int64_t rank = 0;
     for (const auto& list : lists)
       whole.add(Manifest::from_json(list[0], "a rank's list of tensors"), fmt::format("rank {}", rank++));
+    whole.check_names();
   });
   return whole;
 }
@@ -57,7 +61,7 @@ Stored open_model(const fs::path& path) {
     safetensors::check_tensors(header, file);
     metadata.insert(metadata.end(), header.metadata.begin(), header.metadata.end());
     for (const auto& e : header.entries) {
-      StoredTensor t{e.shape, dtype_named(e.dtype, fmt::format("{}: tensor '{}'", file.string(), e.name)), {}};
+      StoredTensor t{e.shape, dtype_named(e.dtype), {}};
       if (e.bytes > 0) t.pieces.push_back({file.filename().string(), {0, t.rows()}, e.offset});
       if (!m.tensors.emplace(e.name, std::move(t)).second)
         throw CheckpointError(fmt::format("{}: tensor '{}' is in it twice", path.string(), e.name));
@@ -70,14 +74,14 @@ Stored open_model(const fs::path& path) {
 
 void save(const fs::path& path, torch::nn::Module& module, const CheckpointOptions& options) {
   Unhooked unhooked;
-  CollectiveCall call(world_of(module), "save_safetensors");
+  CollectiveCall call(begin_collective(module, options.world), "save_safetensors");
   ModuleState state;
   call.step([&] {
     if (!path.has_filename()) throw ValueError(fmt::format("'{}' is not the name of a file", path.string()));
     state = collect_state(module, options.name, Access::kRead);
   });
   call.require_same(path.string(), "path");
-  share_out_writing(state, call);
+  share_out_writing(state, {}, call);
   const auto model = whole_model(state, call);
   auto incomplete = path;
   incomplete += ".incomplete";
@@ -85,8 +89,11 @@ void save(const fs::path& path, torch::nn::Module& module, const CheckpointOptio
   std::vector<safetensors::Entry> entries;
   std::map<std::string, const safetensors::Entry*> entry_of;
   call.step([&] {
-    for (const auto& [name, t] : model.tensors) entries.push_back({name, dtype_name(t.dtype), t.shape});
+    for (const auto& [name, t] : model.tensors) entries.push_back({name, dtype_name(t.dtype, name), t.shape});
     for (const auto& e : entries) entry_of[e.name] = &e;
+    for (const auto& [key, value] : options.notes)
+      if (model.find(key))
+        throw ValueError(fmt::format("note '{}' has the name of a tensor; such notes do not come back", key));
     safetensors::Metadata metadata(options.notes.begin(), options.notes.end());
     metadata.insert(metadata.end(), model.aliases.begin(), model.aliases.end());
     const auto header = safetensors::layout(entries, metadata);
@@ -137,7 +144,7 @@ void save_safetensors(const std::filesystem::path& path, torch::nn::Module& modu
 
 CheckpointReport load_safetensors(const std::filesystem::path& path, torch::nn::Module& module,
                                   const CheckpointOptions& options) {
-  detail::CollectiveCall call(detail::world_of(module), "load_safetensors");
+  detail::CollectiveCall call(detail::begin_collective(module, options.world), "load_safetensors");
   detail::Stored stored;
   call.step([&] { stored = detail::open_model(path); });
   call.require_same(stored.name, "path");

@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +11,6 @@
 
 #include <fsdp/layout.h>
 
-#include "checkpoint/collective_call.h"
 #include "runtime/unit.h"
 
 namespace fsdp::detail {
@@ -39,20 +39,19 @@ struct StateEntry {
 
 struct ModuleState {
   std::vector<StateEntry> entries;
+  std::unordered_map<const c10::TensorImpl*, size_t> places;  // in entries
   const StateEntry* find(const at::Tensor& tensor) const;
 };
 
 using NameMap = std::function<std::string(const std::string& fqn)>;
 enum class Access { kRead, kWrite };
 
-/// World of the units under a module; null without units.
-std::shared_ptr<World> world_of(const torch::nn::Module& module);
+/// World of the units under a module, `world` without units. Finalizes contexts that nobody can finalize by hand.
+/// Collective.
+std::shared_ptr<World> begin_collective(const torch::nn::Module& module, std::shared_ptr<World> world);
 
 /// The module's state, with all units at rest. StateError naming the unit that is not, or (to read) the parameter that
 /// has no values yet; ValueError for two tensors of one name.
 ModuleState collect_state(torch::nn::Module& module, const NameMap& names, Access access);
-
-/// Sets who writes and who compares. Collective.
-void share_out_writing(ModuleState& state, CollectiveCall& call);
 
 }  // namespace fsdp::detail

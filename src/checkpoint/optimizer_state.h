@@ -1,6 +1,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,6 +29,9 @@ struct OptimizerState {
   std::map<std::string, ParameterOptions> options;   // one for every parameter of the optimizer
 };
 
+/// The module's entry for a parameter of the optimizer. ValueError if it has none.
+const StateEntry& trained_entry(const ModuleState& module, const at::Tensor& parameter);
+
 /// Shares the optimizer's tensors. ValueError: a parameter that is not of the module. CheckpointError: state that does
 /// not go by rows (LBFGS), or an optimizer that cannot tell its state.
 OptimizerState read_optimizer(const torch::optim::Optimizer& optimizer, const ModuleState& module);
@@ -37,13 +41,23 @@ class OptimizerLoad {
  public:
   /// CheckpointError: options that differ within a group of this optimizer, or are those of another kind of optimizer.
   OptimizerLoad(torch::optim::Optimizer& optimizer, const ModuleState& module, OptimizerState state);
-  /// CheckpointError, with the optimizer as it was, when it does not take the state.
+  /// CheckpointError when the optimizer does not take all of the state.
   void commit();
+  /// The optimizer as it was before commit().
+  void undo();
 
  private:
   torch::optim::Optimizer& optimizer_;
   torch::serialize::InputArchive archive_;
-  std::vector<void*> fresh_, loaded_;  // parameters that keep no state, and that get some
+  std::vector<void*> fresh_;  // parameters that keep no state
+  struct Loaded {
+    at::Tensor parameter;
+    std::string name;
+    std::vector<std::string> keys;
+  };
+  std::vector<Loaded> loaded_;  // parameters that get some
+  struct Before;
+  std::shared_ptr<const Before> before_;
 };
 
 }  // namespace fsdp::detail

@@ -9,12 +9,21 @@
 
 #include <fsdp/error.h>
 
+#include "safetensors/header.h"
+
 namespace fsdp::detail {
 
 int64_t StoredTensor::row_bytes() const {
   auto n = static_cast<int64_t>(c10::elementSize(dtype));
   for (size_t i = 1; i < shape.size(); ++i) n *= shape[i];
   return n;
+}
+
+bool StoredTensor::has_size() const {
+  auto n = static_cast<int64_t>(c10::elementSize(dtype));
+  for (auto s : shape)
+    if (s < 0 || (n > 0 && __builtin_mul_overflow(n, s, &n))) return false;
+  return true;
 }
 
 int64_t StoredTensor::uncovered_row() {
@@ -38,9 +47,17 @@ bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
 }
 
 const File& PieceReader::file(const std::string& name) {
-  auto it = files_.find(name);
-  if (it == files_.end()) it = files_.emplace(name, File::open(folder_ / name)).first;
-  return it->second;
+  const auto known = files_.find(name);
+  if (known != files_.end()) return known->second;
+  constexpr size_t kMostOpen = 64;  // a checkpoint of many ranks has more files than a process may open
+  if (files_.size() == kMostOpen) files_.clear();
+  if (!id_.empty()) {
+    const auto metadata = safetensors::read_header(folder_ / name).metadata;
+    if (std::find(metadata.begin(), metadata.end(), std::pair(std::string(kIdKey), id_)) == metadata.end())
+      throw CheckpointError(fmt::format("{} is of another save than the manifest beside it; the checkpoint is damaged",
+                                        (folder_ / name).string()));
+  }
+  return files_.emplace(name, File::open(folder_ / name)).first->second;
 }
 
 at::Tensor PieceReader::read(const StoredTensor& tensor, GlobalLayout::Rows rows) {

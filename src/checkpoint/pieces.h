@@ -14,6 +14,9 @@
 
 namespace fsdp::detail {
 
+/// Under this key a file's metadata has the id of its checkpoint.
+inline constexpr const char* kIdKey = "save";
+
 /// Some rows of a stored tensor: contiguous bytes of one file.
 struct Piece {
   std::string file;  // in the checkpoint's folder
@@ -29,6 +32,8 @@ struct StoredTensor {
 
   int64_t rows() const { return shape.empty() ? 1 : shape[0]; }
   int64_t row_bytes() const;
+  /// Whether the shape has a size in 64 bits.
+  bool has_size() const;
   /// The first row that is in no piece, or in two; -1 when every row is there once. Sorts the pieces.
   int64_t uncovered_row();
   /// "[6, 4] Float"
@@ -41,7 +46,9 @@ bool same_bytes(const at::Tensor& a, const at::Tensor& b);
 /// Reads rows of stored tensors; opens each file once. Belongs to one thread.
 class PieceReader {
  public:
-  explicit PieceReader(std::filesystem::path folder) : folder_(std::move(folder)) {}
+  /// Files of a checkpoint must carry its `id`; others have none.
+  explicit PieceReader(std::filesystem::path folder, std::string id = {})
+      : folder_(std::move(folder)), id_(std::move(id)) {}
 
   /// Rows [begin, end) as a CPU tensor [end - begin, ...] of the stored dtype. CheckpointError naming the file.
   at::Tensor read(const StoredTensor& tensor, GlobalLayout::Rows rows);
@@ -53,6 +60,7 @@ class PieceReader {
   const File& file(const std::string& name);
 
   std::filesystem::path folder_;
+  std::string id_;
   std::map<std::string, File> files_;
 };
 

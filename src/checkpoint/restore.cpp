@@ -4,7 +4,9 @@
 #include <set>
 #include <tuple>
 
+#include <ATen/MemoryOverlap.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -20,16 +22,13 @@ std::string optimizer_name(const std::string& name) { return "optimizer/" + name
 class Restore {
  public:
   Restore(const Stored& stored, ModuleState state, torch::optim::Optimizer* optimizer)
-      : stored_(stored), state_(std::move(state)), optimizer_(optimizer), reader_(stored.folder) {
+      : stored_(stored), state_(std::move(state)), optimizer_(optimizer), reader_(stored.folder, stored.manifest.id) {
     for (const auto& e : state_.entries)
       for (const auto& name : e.names()) names_.push_back(name);
     if (!optimizer_) return;
     for (const auto& group : optimizer_->param_groups())
       for (const auto& p : group.params()) {
-        const auto* e = state_.find(p);
-        if (!e)
-          throw ValueError("the optimizer has a parameter that the module has not; give the module that it trains");
-        trained_.push_back(e);
+        trained_.push_back(&trained_entry(state_, p));
       }
   }
 
@@ -93,7 +92,11 @@ class Restore {
     if (optimizer_load_) optimizer_load_->commit();
   }
 
-  /// Cannot fail.
+  void undo_optimizer() {
+    if (optimizer_load_) optimizer_load_->undo();
+  }
+
+  /// match() has found every target fit to be written.
   void commit_module() {
     for (auto& [e, rows] : values_) {
       auto target = e->tensor;
@@ -123,6 +126,14 @@ class Restore {
   void check_fit(const StateEntry& e, const std::string& name) {
     const auto& there = stored_.manifest.tensors.at(name);
     const StoredTensor here{e.shape, e.tensor.scalar_type(), {}};
+    if (at::has_internal_overlap(e.tensor) == at::MemOverlap::Yes ||
+        (e.tensor.is_inference() && !c10::InferenceMode::is_enabled()))
+      problems_.push_back(
+          fmt::format("'{}' cannot be written: its elements share memory, or it was made in inference mode", e.name));
+    if (there.dtype == at::ScalarType::Undefined) {
+      problems_.push_back(fmt::format("'{}' has a dtype that LibTorch lacks", name));
+      return;
+    }
     if (there.shape != here.shape || (!stored_.convert && there.dtype != here.dtype))
       problems_.push_back(
           fmt::format("'{}': saved {}, expected {}{}", e.name, there.describe(), here.describe(),
@@ -161,6 +172,7 @@ CheckpointReport restore(CollectiveCall& call, const Stored& stored, torch::nn::
                          torch::optim::Optimizer* optimizer, const CheckpointOptions& options) {
   Unhooked unhooked;
   c10::NoGradGuard no_grad;
+  call.require_same(optimizer ? "with an optimizer" : "without an optimizer", "call");
   std::optional<Restore> load;
   call.step([&] { load.emplace(stored, collect_state(module, options.name, Access::kWrite), optimizer); });
   const auto known = call.union_of(load->names());
@@ -170,10 +182,19 @@ CheckpointReport restore(CollectiveCall& call, const Stored& stored, torch::nn::
     load->throw_problems(options.strict);
     load->read();
   });
-  call.step([&] { load->commit_optimizer(); });
-  load->commit_module();
+  try {
+    call.step([&] { load->commit_optimizer(); });
+  } catch (...) {
+    load->undo_optimizer();  // it failed on some rank: on none, then
+    throw;
+  }
+  call.step([&] { load->commit_module(); });
   const auto missing = call.union_of(load->report.missing);
-  return {{missing.begin(), missing.end()}, std::move(load->report.unexpected), stored.manifest.notes};
+  CheckpointReport report{{missing.begin(), missing.end()}, std::move(load->report.unexpected), stored.manifest.notes};
+  if (stored.convert)  // a file's metadata: what is no other name of a tensor is a note
+    for (const auto& [key, value] : stored.manifest.aliases)
+      if (!known.contains(key)) report.notes.emplace(key, value);
+  return report;
 }
 
 }  // namespace fsdp::detail

@@ -9,6 +9,7 @@
 #include "checkpoint/folder.h"
 #include "checkpoint/module_state.h"
 #include "checkpoint/optimizer_state.h"
+#include "checkpoint/writers.h"
 #include "safetensors/header.h"
 
 namespace fsdp {
@@ -57,9 +58,9 @@ void write_items(const std::filesystem::path& folder, const std::string& name, c
   std::vector<safetensors::Entry> entries;
   for (size_t i = 0; i < items.size(); ++i) {
     auto shape = items[i].tensor.dim() == 0 ? Shape{1} : items[i].tensor.sizes().vec();
-    entries.push_back({labels[i], dtype_name(items[i].tensor.scalar_type()), std::move(shape)});
+    entries.push_back({labels[i], dtype_name(items[i].tensor.scalar_type(), labels[i]), std::move(shape)});
   }
-  const auto header = safetensors::layout(entries, {});
+  const auto header = safetensors::layout(entries, {{kIdKey, part.id}});
   const auto file = File::create(folder / name);
   file.write(header.data(), static_cast<int64_t>(header.size()), 0);
   for (size_t i = 0; i < items.size(); ++i) {
@@ -76,7 +77,7 @@ void write_items(const std::filesystem::path& folder, const std::string& name, c
 /// What other ranks wrote under this rank's names must be what this rank holds.
 void compare(const CheckpointFolder& folder, const ModuleState& state, const OptimizerState& optimizer) {
   std::optional<Manifest> manifest;
-  PieceReader reader(folder.writing());
+  PieceReader reader(folder.writing(), folder.id());
   for (const auto& e : state.entries) {
     if (!e.compares) continue;
     if (!manifest) manifest = folder.read_written_manifest();
@@ -94,7 +95,7 @@ void compare(const CheckpointFolder& folder, const ModuleState& state, const Opt
 void save(const std::filesystem::path& dir, torch::nn::Module& module, const torch::optim::Optimizer* optimizer,
           const CheckpointOptions& options) {
   Unhooked unhooked;
-  CollectiveCall call(world_of(module), "save_checkpoint");
+  CollectiveCall call(begin_collective(module, options.world), "save_checkpoint");
   std::optional<CheckpointFolder> folder;
   ModuleState state;
   OptimizerState optimizer_state;
@@ -104,13 +105,14 @@ void save(const std::filesystem::path& dir, torch::nn::Module& module, const tor
     if (optimizer) optimizer_state = read_optimizer(*optimizer, state);
   });
   call.require_same(folder->path().string(), "path");
-  share_out_writing(state, call);
+  share_out_writing(state, optimizer_state, call);
   call.step([&] {
     if (call.first()) folder->begin(call.size());
   });
   call.step([&] {
     std::vector<Item> items;
     auto [part, labels] = describe(state, optimizer_state, items);
+    part.id = folder->id();
     part.world_size = call.size();
     write_items(folder->writing(), CheckpointFolder::data_file(call.rank()), items, labels, part);
     folder->write_part(call.rank(), part);
@@ -118,6 +120,7 @@ void save(const std::filesystem::path& dir, torch::nn::Module& module, const tor
   call.step([&] {
     if (!call.first()) return;
     Manifest whole;
+    whole.id = folder->id();
     whole.world_size = call.size();
     whole.notes = options.notes;
     for (int64_t rank = 0; rank < call.size(); ++rank) whole.add(folder->read_part(rank), fmt::format("rank {}", rank));

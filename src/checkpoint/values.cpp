@@ -1,6 +1,7 @@
 #include "checkpoint/values.h"
 
 #include <cmath>
+#include <limits>
 
 #include <ATen/core/List.h>
 #include <fmt/format.h>
@@ -51,18 +52,27 @@ c10::IValue from_json_value(const json::Value& value) {
   if (const auto* v = std::get_if<std::string>(&data)) return *v;
   if (const auto* object = std::get_if<json::Value::Object>(&data); object && object->size() == 1) {
     const auto& [kind, content] = object->front();
-    if (kind == "real") return std::stod(content.as_string());
+    if (kind == "real") {
+      const auto& name = content.as_string();
+      if (name == "nan") return std::numeric_limits<double>::quiet_NaN();
+      if (name == "inf") return std::numeric_limits<double>::infinity();
+      if (name == "-inf") return -std::numeric_limits<double>::infinity();
+      throw json::Error("no real number: " + json::quoted(name));
+    }
+    if (kind == "integers") {
+      c10::List<int64_t> list;
+      for (auto item : content.as_ints()) list.push_back(item);
+      return list;
+    }
     std::vector<c10::IValue> items;
     for (const auto& item : content.as_array()) items.push_back(from_json_value(item));
     if (kind == "tuple") return c10::ivalue::Tuple::create(std::move(items));
-    if (kind == "integers") {
-      c10::List<int64_t> list;
-      for (const auto& item : items) list.push_back(item.toInt());
-      return list;
-    }
     if (kind == "reals") {
       c10::List<double> list;
-      for (const auto& item : items) list.push_back(item.toDouble());
+      for (const auto& item : items) {
+        if (!item.isDouble()) throw json::Error("JSON: expected real numbers");
+        list.push_back(item.toDouble());
+      }
       return list;
     }
   }

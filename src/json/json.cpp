@@ -101,42 +101,64 @@ class Reader {
     while (at_ < text_.size() && text_[at_] != '"') {
       const char c = text_[at_++];
       if (static_cast<unsigned char>(c) < 0x20) fail("a control character in a string");
-      s += c == '\\' ? escaped() : c;
+      if (c == '\\')
+        s += escaped();
+      else
+        s += c;
     }
     if (at_ == text_.size()) fail("the string does not end");
     ++at_;
     return s;
   }
 
-  char escaped() {
+  std::string escaped() {
     if (at_ == text_.size()) fail("the string does not end");
     const char c = text_[at_++];
     switch (c) {
       case '"':
       case '\\':
       case '/':
-        return c;
+        return {c};
       case 'b':
-        return '\b';
+        return "\b";
       case 'f':
-        return '\f';
+        return "\f";
       case 'n':
-        return '\n';
+        return "\n";
       case 'r':
-        return '\r';
+        return "\r";
       case 't':
-        return '\t';
-      case 'u': {
-        int code = 0;
-        const char* begin = text_.data() + at_;
-        const char* end = begin + std::min<size_t>(4, text_.size() - at_);
-        if (std::from_chars(begin, end, code, 16).ptr != begin + 4 || code >= 0x80) fail("an escape beyond ASCII");
-        at_ += 4;
-        return static_cast<char>(code);
-      }
+        return "\t";
+      case 'u':
+        return unicode();
       default:
         fail("an unknown escape");
     }
+  }
+
+  uint32_t code_unit() {
+    uint32_t code = 0;
+    const char* begin = text_.data() + at_;
+    const char* end = begin + std::min<size_t>(4, text_.size() - at_);
+    if (std::from_chars(begin, end, code, 16).ptr != begin + 4) fail("expected four hexadecimal digits");
+    at_ += 4;
+    return code;
+  }
+
+  std::string unicode() {
+    uint32_t code = code_unit();
+    if (code >= 0xd800 && code < 0xe000) {
+      if (code >= 0xdc00 || text_.substr(at_, 2) != "\\u") fail("half a surrogate pair");
+      at_ += 2;
+      const uint32_t low = code_unit();
+      if (low < 0xdc00 || low >= 0xe000) fail("half a surrogate pair");
+      code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+    }
+    auto tail = [&](int shift) { return static_cast<char>(0x80 | ((code >> shift) & 0x3f)); };
+    if (code < 0x80) return {static_cast<char>(code)};
+    if (code < 0x800) return {static_cast<char>(0xc0 | (code >> 6)), tail(0)};
+    if (code < 0x10000) return {static_cast<char>(0xe0 | (code >> 12)), tail(6), tail(0)};
+    return {static_cast<char>(0xf0 | (code >> 18)), tail(12), tail(6), tail(0)};
   }
 
   Value number() {

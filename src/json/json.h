@@ -9,7 +9,7 @@
 #include <vector>
 
 /// A small JSON reader, for checkpoints and tools: whole documents in memory, numbers as 64-bit integers where they are
-/// written as such. Strings are UTF-8; \u escapes outside ASCII are not needed here and refused.
+/// written as such. Strings are UTF-8.
 namespace fsdp::json {
 
 /// A document that is not JSON, or not what was asked for. Names the line and column where reading stopped, or the key.

@@ -239,6 +239,7 @@ FsdpModule& shard_module(torch::nn::Module& module, const DeviceMesh& mesh, cons
       if (!slot) hook->owned = unit;
       hook->group = g;
       hook->parameter = i;
+      torch::autograd::impl::materialize_autograd_meta(tensor);  // a frozen parameter may have none
       hook->previous = std::move(torch::autograd::impl::post_acc_grad_hooks(tensor));
       torch::autograd::impl::set_post_acc_grad_hooks(tensor, std::move(hook));
       if (tensor.requires_grad()) {

@@ -22,9 +22,15 @@ TEST(Json, Reads) {
   EXPECT_TRUE(parse("{}").as_object().empty());
 }
 
+TEST(Json, EscapesBecomeUtf8) {
+  EXPECT_EQ(parse(R"("\u0041\u00e9\u20ac\ud83d\ude00")").as_string(), "A\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80");
+  EXPECT_EQ(parse("\"\\b\\f\\n\\r\\t\\/\\\\\"").as_string(), "\b\f\n\r\t/\\");
+}
+
 TEST(Json, RefusesWhatIsNot) {
-  for (const char* text : {"", "[1,]", "{\"a\" 1}", "{1: 2}", "[1", "\"abc", "tru", "1 2", "nan", "+1", "\"\\x\"",
-                           "[1 2]", "\"\\u00e9\"", "\"\\u12\"", "1e999"})
+  for (const char* text :
+       {"", "[1,]", "{\"a\" 1}", "{1: 2}", "[1", "\"abc", "tru", "1 2", "nan", "+1", "\"\\x\"", "[1 2]", "\"\\u12\"",
+        "\"\\ud83d\"", "\"\\ud83dx\"", "\"\\ude00\"", "\"\\ud83d\\u0041\"", "1e999"})
     EXPECT_THROW(parse(text), Error) << text;
   EXPECT_THROW(parse(std::string(1000, '[')), Error);
   try {

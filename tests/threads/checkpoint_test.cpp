@@ -943,6 +943,276 @@ TEST(Checkpoint, AModuleWithoutUnits) {
   });
 }
 
+// FSDP2's spelling has no context to finalize: saving and loading before the first forward do it.
+TEST(Checkpoint, CompatUnitsBeforeTheirFirstForward) {
+  TemporaryFolder folder;
+  on_mesh({2}, [&](const DeviceMesh& mesh) {
+    auto make = [&] {
+      auto model = make_mlp(1);
+      for (auto& block : *model->blocks) compat::fully_shard(*block, {.mesh = mesh});
+      compat::fully_shard(*model, {.mesh = mesh});
+      return model;
+    };
+    auto first = make(), second = make();
+    torch::optim::SGD optimizer(fsdp::parameters(*first), 0.1), other(fsdp::parameters(*second), 0.2);
+    save_checkpoint(folder / "c", *first, optimizer);
+    load_checkpoint(folder / "c", *second, other);
+    mlp_loss(*second, input_of(0, 0, 0), target_of(0, 0, 0)).backward();
+    other.step();
+  });
+}
+
+/// As AdamW, but its load() fails when told to.
+struct Picky : torch::optim::AdamW {
+  using AdamW::AdamW;
+  bool refuses = false;
+  void load(torch::serialize::InputArchive& archive) override {
+    AdamW::load(archive);
+    if (refuses) throw std::runtime_error("not today");
+  }
+};
+
+// What only shows when values are put in their places, on one rank, still changes nothing on any.
+TEST(Checkpoint, AFailureAtTheEndIsUndoneEverywhere) {
+  TemporaryFolder folder;
+  on_mesh({2}, [&](const DeviceMesh& mesh) {
+    FsdpContext ctx(mesh.device());
+    Probe model(5, 3);
+    shard_one(*model, ctx, mesh, zero3("dp"));
+    Picky optimizer(fsdp::parameters(*model), torch::optim::AdamWOptions(0.1).amsgrad(true));
+    auto step = [&] {
+      model->forward(1.0).backward();
+      optimizer.step();
+    };
+    step();
+    save_checkpoint(folder / "c", *model, optimizer);
+    step();
+    static_cast<torch::optim::AdamWOptions&>(optimizer.param_groups()[0].options()).lr(0.5);
+    const auto weights = gathered(*model)[0], moments = gathered_moments(*model, optimizer)[0];
+    optimizer.refuses = mesh.rank() == 1;
+    EXPECT_THAT(thrown<CheckpointError>([&] { load_checkpoint(folder / "c", *model, optimizer); }),
+                HasSubstr("rank 1: not today"));
+    EXPECT_EQ(static_cast<torch::optim::AdamWOptions&>(optimizer.param_groups()[0].options()).lr(), 0.5);
+    EXPECT_TRUE(torch::equal(gathered(*model)[0], weights));
+    EXPECT_TRUE(torch::equal(gathered_moments(*model, optimizer)[0], moments));
+    optimizer.refuses = false;
+    // A buffer that cannot be written to.
+    model->register_buffer("table", torch::ones({4}));
+    save_checkpoint(folder / "d", *model, optimizer);
+    FsdpContext other_ctx(mesh.device());
+    Probe other(5, 3);
+    other->register_buffer("table", mesh.rank() == 1 ? torch::zeros({1}).expand({4}) : torch::zeros({4}));
+    shard_one(*other, other_ctx, mesh, zero3("dp"));
+    const auto before = gathered(*other)[0];
+    EXPECT_THAT(thrown<CheckpointError>([&] { load_checkpoint(folder / "d", *other); }),
+                AllOf(HasSubstr("rank 1"), HasSubstr("'table' cannot be written")));
+    EXPECT_TRUE(torch::equal(gathered(*other)[0], before));
+  });
+}
+
+// Ranks that do not do the same, and names that are not the same tensor on all of them.
+TEST(Checkpoint, RanksThatDifferAreRefused) {
+  TemporaryFolder folder;
+  on_mesh({2}, [&](const DeviceMesh& mesh) {
+    const bool second = mesh.rank() == 1;
+    for (const auto& s : one_axis()) {
+      FsdpContext ctx(mesh.device());
+      Probe model(5, 3);
+      shard_one(*model, ctx, mesh, s.placements);
+      torch::optim::AdamW optimizer(fsdp::parameters(*model), 0.1);
+      auto save = [&] {
+        if (second)
+          save_checkpoint(folder / "c", *model);
+        else
+          save_checkpoint(folder / "c", *model, optimizer);
+      };
+      EXPECT_THAT(thrown<ValueError>(save),
+                  AllOf(HasSubstr("'weight' is unstepped"), HasSubstr("untrained on rank 1")));
+      const auto good = folder / s.name;
+      save_checkpoint(good, *model, optimizer);
+      auto load = [&] {
+        if (second)
+          load_checkpoint(good, *model);
+        else
+          load_checkpoint(good, *model, optimizer);
+      };
+      EXPECT_THAT(thrown<ValueError>(load), HasSubstr("without an optimizer"));
+    }
+    // A dtype that no file can hold, on one rank; both functions still work afterwards.
+    FsdpContext ctx(mesh.device());
+    Probe model(5, 3);
+    shard_one(*model, ctx, mesh, zero3("dp"));
+    model->register_buffer("table", torch::ones({4}, second ? torch::kComplexDouble : torch::kFloat));
+    EXPECT_THAT(thrown<CheckpointError>([&] { save_safetensors(folder / "m.safetensors", *model); }),
+                AllOf(HasSubstr("rank 1"), HasSubstr("table"), HasSubstr("ComplexDouble")));
+    Probe fine(5, 3);
+    FsdpContext fine_ctx(mesh.device());
+    shard_one(*fine, fine_ctx, mesh, zero3("dp"));
+    save_safetensors(folder / "m.safetensors", *fine);
+    EXPECT_THAT(thrown<ValueError>([&] {
+                  save_safetensors(folder / "m.safetensors", *fine, {.notes = {{"weight", "x"}}});
+                }),
+                HasSubstr("note 'weight'"));
+    // Tied on one rank, a tensor of its own on the other.
+    struct Pair : torch::nn::Module {
+      Probe probe{4, 2};
+      explicit Pair(bool tied) {
+        register_module("probe", probe);
+        auto a = register_buffer("a", torch::ones({2}));
+        register_buffer("b", tied ? a : torch::zeros({2}));
+      }
+    };
+    auto pair = std::make_shared<Pair>(!second);
+    FsdpContext pair_ctx(mesh.device());
+    {
+      auto scope = fully_shard_context(pair_ctx);
+      fully_shard(pair->probe, mesh, zero3("dp"));
+    }
+    for (const bool file : {false, true})
+      EXPECT_THAT(thrown<CheckpointError>([&] {
+                    if (file)
+                      save_safetensors(folder / "p.safetensors", *pair);
+                    else
+                      save_checkpoint(folder / "p", *pair);
+                  }),
+                  HasSubstr("'b' is another name of 'a' on one rank"));
+  });
+}
+
+// Replicas that drifted apart: what is saved is one of them.
+TEST(Checkpoint, OneReplicaIsSaved) {
+  TemporaryFolder folder;
+  on_mesh({2, 2}, [&](const DeviceMesh& mesh) {
+    for (const auto& s : two_axes()) {
+      if (s.name == "hfsdp") continue;
+      FsdpContext a(mesh.device()), b(mesh.device());
+      torch::nn::Linear drifted(3, 4), loaded(3, 4);
+      fill_by_formula(*drifted);
+      fill_by_formula(*loaded);
+      shard_one(*drifted, a, mesh, s.placements);
+      shard_one(*loaded, b, mesh, s.placements);
+      {
+        torch::NoGradGuard no_grad;
+        for (auto& p : drifted->parameters()) p.fill_(static_cast<double>(mesh.local_rank("outer")));
+      }
+      save_checkpoint(folder / "c", *drifted);
+      load_checkpoint(folder / "c", *loaded);
+      for (const auto& p : gathered(*loaded)) EXPECT_EQ(off_by(p, 0.0), 0.0);
+    }
+  });
+}
+
+// Whatever is written in a manifest, reading it is an error or right: never other bytes.
+TEST(Checkpoint, ManifestsAreChecked) {
+  namespace fs = std::filesystem;
+  TemporaryFolder folder;
+  auto save = [&](const std::string& name, double value) {
+    on_mesh({2}, [&](const DeviceMesh& mesh) {
+      FsdpContext ctx(mesh.device());
+      Probe model(5, 3);
+      shard_one(*model, ctx, mesh, zero3("dp"));
+      torch::optim::AdamW optimizer(fsdp::parameters(*model), 0.1);
+      model->forward(1.0).backward();
+      optimizer.step();
+      {
+        torch::NoGradGuard no_grad;
+        model->weight.fill_(value);
+      }
+      save_checkpoint(folder / name, *model, optimizer);
+    });
+  };
+  save("good", 1.0);
+  save("other", 2.0);
+  auto text_of = [&](const std::string& name) {
+    std::ifstream in(folder / name / "manifest.json");
+    return std::string(std::istreambuf_iterator<char>(in), {});
+  };
+  const auto good = text_of("good");
+  int count = 0;
+  auto changed = [&](const std::string& from, const std::string& to) {
+    const auto name = "bad" + std::to_string(count++);
+    fs::copy(folder / "good", folder / name);
+    auto text = good;
+    const auto at = text.find(from);
+    EXPECT_NE(at, std::string::npos) << from << " in " << good;
+    if (at != std::string::npos) text.replace(at, from.size(), to);
+    std::ofstream(folder / name / "manifest.json") << text;
+    return name;
+  };
+  // tensors: {"weight":{"dtype":"F32","shape":[5,3],"pieces":[["rank-00000.safetensors",0,3,N],...
+  const std::string piece = R"(["rank-00000.safetensors",0,)";
+  ASSERT_NE(good.find(piece), std::string::npos) << good;
+  std::vector<std::string> bad{
+      changed(piece, R"(["/etc/passwd",0,)"),
+      changed(piece, R"(["../other/rank-00000.safetensors",0,)"),
+      changed(piece, R"(["rank-00000.safetensors",-3,)"),
+      changed(piece, R"(["rank-00000.safetensors",1,)"),
+      changed(R"("shape":[5,3])", R"("shape":[5,4611686018427387904])"),
+      changed(R"("shape":[5,3])", R"("shape":[-5,3])"),
+      changed(R"("shape":[5,3])", R"("shape":[6,3])"),
+      changed(R"("dtype":"F32")", R"("dtype":"F64")"),
+      changed(R"("dtype":"F32")", R"("dtype":"F99")"),
+      changed(R"("world_size":2)", R"("world_size":-1)"),
+      changed("\"exp_avg\"", "\"exp_bvg\""),
+      changed(R"("step":1)", R"("step":"x")"),
+      changed(R"("lr":0.1)", R"("lr":{"real":"zz"})"),
+      changed(R"({"tuple":[0.9)", R"({"integers":["a")"),
+  };
+  // A file of another save, of the same size.
+  fs::copy(folder / "good", folder / "mixed");
+  fs::copy_file(folder / "other" / "rank-00001.safetensors", folder / "mixed" / "rank-00001.safetensors",
+                fs::copy_options::overwrite_existing);
+  bad.push_back("mixed");
+  on_mesh({2}, [&](const DeviceMesh& mesh) {
+    FsdpContext ctx(mesh.device());
+    Probe model(5, 3);
+    shard_one(*model, ctx, mesh, zero3("dp"));
+    torch::optim::AdamW optimizer(fsdp::parameters(*model), 0.25);
+    for (const auto& name : bad) {
+      const auto text = thrown<CheckpointError>([&] { load_checkpoint(folder / name, *model, optimizer); });
+      EXPECT_THAT(text, HasSubstr("load_checkpoint")) << name;
+      EXPECT_EQ(off_by(gathered(*model)[0], 1.0), 0.0) << name;
+      EXPECT_TRUE(optimizer.state().empty()) << name;
+      EXPECT_EQ(static_cast<torch::optim::AdamWOptions&>(optimizer.param_groups()[0].options()).lr(), 0.25) << name;
+    }
+    load_checkpoint(folder / "other", *model, optimizer);
+    EXPECT_EQ(off_by(gathered(*model)[0], 2.0), 0.0);
+  });
+}
+
+// Lazily conjugated values, names and dtypes that other programs write.
+TEST(Checkpoint, OddContentsOfFiles) {
+  TemporaryFolder folder;
+  Probe model(2, 2), other(2, 2);
+  const auto value = torch::complex(torch::ones({3}), torch::full({3}, 2.0f));
+  model->register_buffer("turned", value.conj());
+  other->register_buffer("turned", torch::zeros({3}, torch::kComplexFloat));
+  save_checkpoint(folder / "c", *model);
+  load_checkpoint(folder / "c", *other);
+  EXPECT_TRUE(torch::equal(other->named_buffers()["turned"], value.conj().resolve_conj()));
+  // A tensor that nobody asks for, of a dtype that LibTorch lacks; and a name in the metadata beyond ASCII.
+  const std::string json =
+      R"({"__metadata__":{"by":"Ren\u00e9","best":"weight"},"weight":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},)"
+      R"("strange":{"dtype":"F4","shape":[2],"data_offsets":[16,17]}})";
+  {
+    std::ofstream out(folder / "f.safetensors", std::ios::binary);
+    const uint64_t size = json.size();
+    out.write(reinterpret_cast<const char*>(&size), sizeof size);
+    const float data[4] = {1, 2, 3, 4};
+    out << json;
+    out.write(reinterpret_cast<const char*>(data), sizeof data);
+    out << 'x';
+  }
+  Probe plain(2, 2);
+  EXPECT_THAT(thrown<CheckpointError>([&] { load_safetensors(folder / "f.safetensors", *plain); }),
+              HasSubstr("'strange': in it, but not here"));
+  const auto report = load_safetensors(folder / "f.safetensors", *plain, {.strict = false});
+  EXPECT_THAT(report.unexpected, ElementsAre("strange"));
+  EXPECT_EQ(report.notes.at("by"), "Ren\xc3\xa9");
+  EXPECT_EQ(report.notes.at("best"), "weight");
+  EXPECT_EQ(plain->weight[1][1].item<float>(), 4.0f);
+}
+
 // What an aborted save left is in nobody's way.
 TEST(Checkpoint, B51_AnIncompleteOneIsReplaced) {
   TemporaryFolder folder;

@@ -415,6 +415,26 @@ TEST(Units, B40_OddParameters) {
         [](Odd& m, int64_t s, int64_t r) { return m(x_of(s, r) * 0.1) * 0.1; }, 1e-5);
 }
 
+// A parameter that LibTorch itself registers as frozen has no autograd state of its own.
+TEST(Units, FrozenAtRegistration) {
+  struct Scaled : torch::nn::Module {
+    torch::Tensor weight, scale;
+    Scaled() {
+      weight = register_parameter("weight", torch::ones({4, 4}));
+      scale = register_parameter("scale", torch::full({4}, 2.0), /*requires_grad=*/false);
+    }
+    torch::Tensor forward(torch::Tensor x) { return torch::matmul(x, weight) * scale; }
+  };
+  on_mesh({2}, [](const DeviceMesh& mesh) {
+    FsdpContext ctx(mesh.device());
+    auto model = std::make_shared<Scaled>();
+    shard_one(*model, ctx, mesh, zero3("dp"));
+    model->forward(torch::ones({2, 4})).sum().backward();
+    EXPECT_EQ(off_by(model->weight.grad(), 4.0), 0.0);
+    EXPECT_FALSE(model->scale.grad().defined());
+  });
+}
+
 struct ThrowsImpl : Layer {
   bool broken = false;
   torch::Tensor forward(torch::Tensor x) {
