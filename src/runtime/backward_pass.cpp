@@ -36,7 +36,7 @@ BackwardPass& ContextState::current_pass() {
   if (pass->expected.empty()) pass->expected = previous_expected;
   // Forwards begun by operators end here at the latest; what backward needs again stays gathered.
   for (auto* unit : std::exchange(operator_forwards, {})) {
-    --unit->forward_depth;
+    unit->leave_forward();
     if (!unit->armed) unit->release();
   }
   if (pass->graph_task != -1) {

@@ -158,13 +158,10 @@ void Unit::end_forward(bool by_operator) {
     inner.pop_back();
     unit->end_forward(true);
   }
-  --forward_depth;
+  leave_forward();
   if (!by_operator) --module_depth;
   for (auto& weak : lenders)
-    if (auto lender = weak.lock()) {
-      --lender->forward_depth;
-      if (lender->schedule.reshard_after_forward) lender->release();
-    }
+    if (auto lender = weak.lock(); lender && lender->schedule.reshard_after_forward) lender->release();
   // In a recompute the backward that follows needs the weights again at once.
   const bool recompute = torch::autograd::get_current_graph_task_id() != -1;
   const bool training = c10::GradMode::is_enabled() || CheckpointedForward::active();
@@ -177,15 +174,19 @@ void Unit::end_forward(bool by_operator) {
   }
 }
 
-void Unit::abort_forward(bool by_operator) noexcept {
-  --forward_depth;
-  if (!by_operator) --module_depth;
+void Unit::leave_forward() noexcept {
+  if (forward_depth > 0) --forward_depth;
   for (auto& weak : lenders)
     if (auto lender = weak.lock(); lender && lender->forward_depth > 0) --lender->forward_depth;
+}
+
+void Unit::abort_forward(bool by_operator) noexcept {
+  leave_forward();
+  if (!by_operator) --module_depth;
   try {
     auto& ops = context_state->operator_forwards;
     while (!ops.empty() && is_ancestor_of(*ops.back())) {
-      ops.back()->forward_depth = 0;
+      ops.back()->leave_forward();
       ops.back()->release();
       ops.pop_back();
     }

@@ -80,6 +80,8 @@ struct Unit final : FsdpModule, std::enable_shared_from_this<Unit> {
   void begin_forward(bool by_operator);
   void end_forward(bool by_operator);
   void abort_forward(bool by_operator) noexcept;
+  /// One forward less runs through this unit and through those that lend it weights. Releases nothing.
+  void leave_forward() noexcept;
   /// Hooks one output of a forward, so that its gradient starts the unit's backward. True if that will come.
   bool hook_output(const at::Tensor& output);
   void hook_input(const at::Tensor& input);

@@ -415,6 +415,56 @@ TEST(Units, B40_OddParameters) {
         [](Odd& m, int64_t s, int64_t r) { return m(x_of(s, r) * 0.1) * 0.1; }, 1e-5);
 }
 
+// A weight tied across units, used by operators outside any forward: it is at rest after backward like all others.
+TEST(Units, TiedAcrossUnitsByOperators) {
+  struct Inner : torch::nn::Module {
+    Inner() { register_parameter("own", torch::ones({4, 3})); }
+  };
+  struct Outer : torch::nn::Module {
+    std::shared_ptr<Inner> inner;
+    Outer() {
+      inner = register_module("inner", std::make_shared<Inner>());
+      register_parameter("tied", inner->named_parameters()["own"]);
+      register_parameter("lone", torch::ones({4}));
+    }
+  };
+  auto loss_of = [](Outer& m) {
+    auto loss = torch::zeros({});
+    for (auto& p : fsdp::parameters(m)) loss = loss + (p * 1.3).sin().sum();
+    return loss;
+  };
+  Outer reference;
+  torch::optim::SGD reference_sgd(fsdp::parameters(reference), 0.1);
+  std::vector<double> expected;
+  for (int64_t step = 0; step < 6; ++step) {
+    reference_sgd.zero_grad();
+    auto loss = loss_of(reference);
+    loss.backward();
+    reference_sgd.step();
+    expected.push_back(loss.item<double>());
+  }
+  on_mesh({2}, [&](const DeviceMesh& mesh) {
+    for (const auto& s : one_axis()) {
+      FsdpContext ctx(mesh.device());
+      auto model = std::make_shared<Outer>();
+      {
+        auto scope = fully_shard_context(ctx);
+        fully_shard(*model->inner, mesh, s.placements);
+        fully_shard(*model, mesh, s.placements);
+      }
+      torch::optim::SGD optimizer(fsdp::parameters(*model), 0.1);
+      for (int64_t step = 0; step < 6; ++step) {
+        optimizer.zero_grad();
+        auto loss = loss_of(*model);
+        loss.backward();
+        expect_at_rest(*model);
+        optimizer.step();
+        EXPECT_NEAR(loss.item<double>(), expected[static_cast<size_t>(step)], 1e-6) << s.name;
+      }
+    }
+  });
+}
+
 // A parameter that LibTorch itself registers as frozen has no autograd state of its own.
 TEST(Units, FrozenAtRegistration) {
   struct Scaled : torch::nn::Module {
